@@ -1,0 +1,177 @@
+"""Settings of an engine: frozen dataclasses, composed, checked at construction. Torch-free.
+
+`auto` values are resolved once into a new object (`sonar.worker.resolve`), printed, and never looked at again.
+Cluster-wide settings (replicas, pools, network) live in `cluster.config`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from sonar.errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class LayerKind(Enum):
+    """What a layer keeps of the past: decides the layout and the life time of its cache blocks."""
+
+    FULL = "full"
+    SLIDING = "sliding"
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding of one layer kind.
+
+    Attributes:
+        theta: base frequency.
+        dim: rotated dimensions of a head (head_dim x partial_rotary_factor).
+        scaling: "none", "linear", "llama3" or "yarn".
+        parameters: the scaling's own numbers, named as in Hugging Face's `rope_parameters`.
+    """
+
+    theta: float
+    dim: int
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    parameters: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only model's shape, from `config.json` or GGUF metadata; independent of its weights' format.
+
+    Attributes:
+        architecture: key of `sonar.models.registry`, e.g. "llama".
+        layer_kinds: one per layer. sliding_window: tokens seen by a SLIDING layer, itself included; 0 when none is.
+        rope: per layer kind; empty when positions are learned (gpt2).
+        eos_token_ids: ids that end a sequence, from `generation_config.json` first.
+        dtype: of the stored weights, "float32" | "bfloat16" | "float16".
+        extra: numbers only one family needs (softcap, query scalar, ...), read by that family's file alone.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    norm_eps: float
+    activation: str
+    layer_kinds: tuple[LayerKind, ...]
+    rope: dict[LayerKind, RopeConfig]
+    sliding_window: int = 0
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "float32"
+    quantization: str | None = None
+    extra: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.layer_kinds) != self.num_layers:
+            raise ConfigError(f"layer_kinds has {len(self.layer_kinds)} entries for {self.num_layers} layers")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}")
+        if LayerKind.SLIDING in self.layer_kinds and self.sliding_window < 1:
+            raise ConfigError(f"sliding_window={self.sliding_window} with sliding layers; give the window in tokens")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache.
+
+    Attributes:
+        block_size: tokens a block.
+        memory_bytes: for all blocks of one rank; 0 = auto (a share of free memory, see `memory_share`).
+        memory_share: of the device's (or, on a CPU, the host's available) memory that weights, activations and cache
+            may use together when memory_bytes is 0.
+        dtype: of keys and values; auto = the compute dtype.
+    """
+
+    block_size: int = 16
+    memory_bytes: int = 0
+    memory_share: float = 0.9
+    enable_prefix_caching: bool = True
+    dtype: DType = "auto"
+
+    def __post_init__(self) -> None:
+        if self.block_size not in (8, 16, 32, 64, 128):
+            raise ConfigError(f"block_size={self.block_size}; choose 8, 16, 32, 64 or 128", param="block_size")
+        if not 0.05 <= self.memory_share <= 0.98:
+            raise ConfigError(f"memory_share={self.memory_share}; choose 0.05 to 0.98", param="memory_share")
+        if self.memory_bytes < 0:
+            raise ConfigError(f"memory_bytes={self.memory_bytes} is negative; 0 means auto", param="memory_bytes")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of one step and of the queue.
+
+    Attributes:
+        max_num_requests: requests computed in one step; also the number of slots a worker holds.
+        max_step_tokens: token budget of a step, prefill and decode together.
+        max_waiting: requests held waiting; one more is refused with `CapacityError`.
+        max_model_len: prompt + output tokens of a request; 0 = the model's own limit.
+        overlap: schedule step N+1 while N runs.
+    """
+
+    max_num_requests: int = 256
+    max_step_tokens: int = 2048
+    max_waiting: int = 4096
+    max_model_len: int = 0
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_requests", "max_step_tokens", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}; must be at least 1", param=name)
+        if self.max_step_tokens < self.max_num_requests:
+            raise ConfigError(
+                f"max_step_tokens={self.max_step_tokens} is below max_num_requests={self.max_num_requests}: "
+                "a step could not decode every request; raise it",
+                param="max_step_tokens",
+            )
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """This rank's place in its replica. Step sizes other than 1 are refused until the parallel groups exist."""
+
+    tp_size: int = 1
+    pp_size: int = 1
+    rank: int = 0
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the replica."""
+        return self.tp_size * self.pp_size
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything one replica needs to start.
+
+    Attributes:
+        model: folder, `.gguf` file, hub id or alias.
+        load_format: "auto" reads weights; "dummy" makes random ones of the right shapes.
+        threads: CPU threads; 0 = as many as the process may use.
+    """
+
+    model: str
+    revision: str | None = None
+    device: Device = "auto"
+    dtype: DType = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    threads: int = 0
+    seed: int = 0
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -1,0 +1,294 @@
+"""Messages between a head and the lead of a replica, and from a lead to every rank of its replica.
+
+Frozen tagged msgspec structs of ids, ints, strings and bytes; one closed union a direction; encoded with MessagePack.
+No pickle, no callable. Torch-free. The links between head and agent are in `cluster.messages`.
+
+Rules: each message carries the replica's incarnation and a receiver drops (and counts) a stale one; each request ends
+in exactly one terminal `TokenEvent` (finish is not None); token events carry the number of the first token they bring,
+so that a gap or a repeat is seen.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from sonar.sampling_params import SamplingParams
+
+RequestId = str
+
+
+class FinishReason(Enum):
+    """Why a request ended. STOP: eos or a stop id. LENGTH: max_tokens or the context's end."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+# --- head -> lead ---------------------------------------------------------------------------------------------------
+
+
+class Submit(_Message, frozen=True, kw_only=True):
+    """Head -> lead: compute a request. Answered by `TokenEvent`s, the last of which has `finish`.
+
+    Attributes:
+        emitted_token_ids: tokens already sent to the client by an earlier incarnation; the engine goes on after them.
+        priority: smaller is sooner; equal ones by arrival.
+        cache_salt: requests share cached prefixes only under an equal salt.
+        sampling: has a seed; n is 1 (the API splits n > 1 into requests).
+    """
+
+    incarnation: int
+    request_id: RequestId
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    emitted_token_ids: list[int] = []
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Abort(_Message, frozen=True, kw_only=True):
+    """Head -> lead: end a request now, all blocks returned. Answered by a terminal event; unknown ids are ignored.
+
+    `finish` is what that event will say: STOP when the API found a stop string."""
+
+    incarnation: int
+    request_id: RequestId
+    finish: FinishReason = FinishReason.ABORT
+
+
+class Drain(_Message, frozen=True, kw_only=True):
+    """Head -> lead: take no new request, finish the open ones, answer `Drained`, then exit 0."""
+
+    incarnation: int
+
+
+class Ping(_Message, frozen=True, kw_only=True):
+    """Head -> lead: answered at once by `Pong` with the same number, from the engine loop itself."""
+
+    incarnation: int
+    number: int
+
+
+HeadToLead = Submit | Abort | Drain | Ping
+
+
+# --- lead -> head ---------------------------------------------------------------------------------------------------
+
+
+class LeadHello(_Message, frozen=True, kw_only=True):
+    """Lead -> head: first message on a connection; no answer. Sent again after a reconnect."""
+
+    incarnation: int
+    replica_id: str
+    pid: int
+
+
+class LoadProgress(_Message, frozen=True, kw_only=True):
+    """Lead -> head: a phase of start-up; for people and for deadlines ("no progress"), not for decisions."""
+
+    incarnation: int
+    phase: str
+    done: int
+    total: int
+
+
+class LeadReady(_Message, frozen=True, kw_only=True):
+    """Lead -> head: the engine takes requests. Figures are of one replica."""
+
+    incarnation: int
+    replica_id: str
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_requests: int
+    weights_bytes: int
+    ops_backend: str
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural log-probability of the model's own distribution (before penalties and filters); rank 1 = most likely."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What one step did for one request.
+
+    Attributes:
+        first: number of `token_ids[0]` in the request's output, counted from 0 over all incarnations.
+        token_ids: new tokens, maybe none in a terminal event.
+        logprobs: per new token, the drawn token first, then the alternatives asked for; empty when not asked.
+        prompt_logprobs: per prompt token from the second on, likewise; once, with the first event.
+        num_cached_tokens: prompt tokens that came from the prefix cache; in the first event, -1 elsewhere.
+        stop_token_id: the id that ended it, when finish is STOP by id.
+        error: text for the client when finish is ERROR.
+    """
+
+    request_id: RequestId
+    first: int
+    token_ids: list[int]
+    finish: FinishReason | None = None
+    logprobs: list[list[Logprob]] = []
+    prompt_logprobs: list[list[Logprob]] = []
+    num_cached_tokens: int = -1
+    stop_token_id: int | None = None
+    error: str = ""
+
+
+class Tokens(_Message, frozen=True, kw_only=True):
+    """Lead -> head: the events of one step, numbered per incarnation from 0 without a gap."""
+
+    incarnation: int
+    sequence: int
+    events: list[TokenEvent]
+
+
+class BlockStored(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A full block entered the prefix cache. Hashes: `sonar.block_hash`."""
+
+    block_hash: bytes
+    parent_hash: bytes
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A cached block was evicted."""
+
+    block_hash: bytes
+
+
+KVEvent = BlockStored | BlockRemoved
+
+
+class KVEvents(_Message, frozen=True, kw_only=True):
+    """Lead -> head: changes of the prefix cache, numbered per incarnation.
+
+    A gap makes the router forget this replica's blocks."""
+
+    incarnation: int
+    sequence: int
+    events: list[KVEvent]
+
+
+class LeadStats(_Message, frozen=True, kw_only=True):
+    """Lead -> head: once a second and after each change from idle; absolute values since the incarnation began.
+
+    `steps` is the progress by which a hung engine is told from an idle one."""
+
+    incarnation: int
+    steps: int
+    num_running: int
+    num_waiting: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_in_use: int
+    blocks_in_transit: int
+    blocks_total: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    preemptions: int
+    step_seconds: float
+
+
+class Fault(_Message, frozen=True, kw_only=True):
+    """Lead -> head: this incarnation is over; the process exits after sending.
+
+    `traceback` is for the log, never for a client."""
+
+    incarnation: int
+    rank: int
+    step: int
+    error: str
+    traceback: str
+
+
+class Drained(_Message, frozen=True, kw_only=True):
+    """Lead -> head: answer to `Drain`."""
+
+    incarnation: int
+
+
+class Pong(_Message, frozen=True, kw_only=True):
+    """Lead -> head: answer to `Ping`."""
+
+    incarnation: int
+    number: int
+
+
+LeadToHead = LeadHello | LoadProgress | LeadReady | Tokens | KVEvents | LeadStats | Fault | Drained | Pong
+
+
+# --- lead -> every rank of its replica --------------------------------------------------------------------------------
+
+
+class AdmittedRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A request enters a slot (again, after a preemption); the rank forgets what the slot held.
+
+    Attributes:
+        slot: in [0, max_num_requests); free until now.
+        token_ids: prompt and emitted tokens, all that is known.
+        prompt_len: how many of them are prompt (penalties tell them apart).
+        sampling: with its seed.
+    """
+
+    slot: int
+    token_ids: list[int]
+    prompt_len: int
+    sampling: SamplingParams
+
+
+class NewBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks appended to a slot's table of one cache group; `start` is the index of the first in the table."""
+
+    slot: int
+    group: int
+    start: int
+    block_ids: list[int]
+
+
+class StepBatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Lead -> every rank (the lead's own too): one step's work, as parallel arrays over the scheduled requests.
+
+    Request i computes the `lengths[i]` tokens at positions starts[i] .. starts[i]+lengths[i]-1 of slot slots[i]. A
+    token that is not known yet (the previous step draws it while this one is scheduled) is the slot's last drawn token:
+    each rank keeps the drawn tokens of its slots, so the message carries none. When samples[i] is true the logits of
+    the last of these positions are drawn from, for position starts[i]+lengths[i].
+
+    Order: requests with lengths[i] == 1 first. Within a step, `released` applies first, then `admitted`, then
+    `new_blocks`, then the computation. No other message changes a slot.
+
+    `copies`: (group, source block, destination block), done before the computation.
+    """
+
+    incarnation: int
+    step: int
+    slots: list[int]
+    starts: list[int]
+    lengths: list[int]
+    samples: list[bool]
+    admitted: list[AdmittedRequest] = []
+    new_blocks: list[NewBlocks] = []
+    released: list[int] = []
+    copies: list[tuple[int, int, int]] = []
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank -> lead loop: what a step drew, parallel to the requests of `StepBatch` whose `samples` is true.
+
+    `logprobs[i]` is empty for requests that did not ask. `prompt_logprobs` maps a slot to the rows of this chunk's
+    positions (the entry for position p describes the token at p+1)."""
+
+    step: int
+    token_ids: list[int]
+    logprobs: list[list[Logprob]] = []
+    prompt_logprobs: dict[int, list[list[Logprob]]] = {}

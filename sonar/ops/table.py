@@ -1,0 +1,257 @@
+"""The boundary between the engine and its kernels: what each op takes, returns and promises.
+
+A backend (`sonar.ops.registry`) fills an `OpTable` once at start, by device; whatever it lacks it takes from the torch
+reference. Models and the sampler get the table handed in and call nothing else. Called by layers, models, worker. Knows
+nothing of requests.
+
+Legend of shape suffixes: T tokens of the step, R requests of the step, S rows sampled from, D hidden, F intermediate
+(of this rank), H query heads, G kv heads, E head_dim, V vocabulary, N out features, K in features, B blocks of the
+longest table, P positions, L layers of the cache group, Z block size.
+
+**Numerics every backend owes on the CPU, and on a GPU in deterministic mode**: the value of an output row depends on
+that row's inputs alone: not on T, on the other rows, on how a prompt was cut into chunks, or on whether its past was
+computed or cached. (The torch reference does not promise this.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Activation(Enum):
+    """Elementwise non-linearities. GELU_TANH is the tanh approximation (gpt2's gelu_new, gemma's gelu_pytorch_tanh)."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+
+
+@dataclass(frozen=True)
+class PlainMatrix:
+    """A dense weight as stored: weight_NK in float32, bfloat16 or float16, contiguous, on the CPU or the device."""
+
+    weight_NK: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.weight_NK.shape[0], self.weight_NK.shape[1]
+
+
+@dataclass(frozen=True)
+class GGUFMatrix:
+    """A GGUF-quantized weight as stored: rows of blocks.
+
+    Attributes:
+        raw_NX: uint8 of shape (N, bytes a row); may be a view of a memory-mapped file: read-only.
+        type_name: GGML type, e.g. "Q4_1".
+        num_columns: K.
+    """
+
+    raw_NX: Tensor
+    type_name: str
+    num_columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.raw_NX.shape[0], self.num_columns
+
+
+Matrix = PlainMatrix | GGUFMatrix
+LinearFn = Callable[[Tensor], Tensor]
+"""x_TK -> y_TN in x's dtype (y = x W^T + bias)."""
+EmbeddingFn = Callable[[Tensor], Tensor]
+"""token_ids_T (int64) -> x_TD in the compute dtype."""
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Where one cache group's requests read and write in this step; same device as the activations.
+
+    Attributes:
+        block_table_RB: int32, block ids of each request; only entries a request's window touches are read, the rest is
+            arbitrary.
+        slot_mapping_T: int64, block_id * block_size + offset where each token's K and V go.
+        query_start_R1: int32 of shape (R + 1,), first token row of each request.
+        seq_lens_R: int32, tokens of each request after this step (past + this step's).
+        num_decodes: the first num_decodes requests have one query token each.
+        max_query_len, max_seq_len: upper bounds over the requests, on the host.
+    """
+
+    block_table_RB: Tensor
+    slot_mapping_T: Tensor
+    query_start_R1: Tensor
+    seq_lens_R: Tensor
+    num_decodes: int
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What is constant for a layer. window: 0 = full; else a token sees itself and the window-1 before it.
+    softcap: 0 = off; else scores become softcap * tanh(score / softcap)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True)
+class SamplingTensors:
+    """Per row settings of a draw, on the logits' device.
+
+    Attributes:
+        temperature_S: float32; 0 = greedy row.
+        top_k_S: int32; 0 = off. top_p_S, min_p_S, typical_p_S: float32; 1, 0, 1 = off.
+        key_S2: int64 holding two unsigned 32-bit words, `sonar.worker.draw_key(seed, position)`.
+        all_greedy: no row draws; the rest is not read.
+        any_filter: some row has one of top_k, top_p, min_p, typical_p on.
+    """
+
+    temperature_S: Tensor
+    top_k_S: Tensor
+    top_p_S: Tensor
+    min_p_S: Tensor
+    typical_p_S: Tensor
+    key_S2: Tensor
+    all_greedy: bool
+    any_filter: bool
+
+
+class RmsNormFn(Protocol):
+    """x / sqrt(mean(x^2) + eps) * weight, computed in float32, returned in x's dtype."""
+
+    def __call__(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor: ...
+
+
+class AddRmsNormFn(Protocol):
+    """residual += x (in place, in residual's dtype); returns rms_norm(residual)."""
+
+    def __call__(self, x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor: ...
+
+
+class LayerNormFn(Protocol):
+    """LayerNorm with bias over the last dimension, computed in float32."""
+
+    def __call__(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor: ...
+
+
+class RopeKVWriteFn(Protocol):
+    """Splits qkv, normalizes Q and K per head (when weights are given), rotates them, writes K and V to the cache.
+
+    Args:
+        qkv_TX: (T, (H + 2 G) * E): Q heads, K heads, V heads.
+        positions_T: int64.
+        cos_sin_PR: float32 (P, rotary_dim): cosines of the rotary_dim / 2 frequencies, then sines; None = no rotation.
+            Pairs are (i, i + rotary_dim / 2) of a head ("neox"); dimensions from rotary_dim on pass through.
+        q_norm_E, k_norm_E: RMSNorm weights per head before the rotation, or None.
+        kv_cache: (num_blocks, 2, G, Z, E), a view with any strides but a contiguous E; written at slot_mapping_T.
+    Returns:
+        q_THE: (T, H, E), contiguous.
+    """
+
+    def __call__(
+        self,
+        qkv_TX: Tensor,
+        positions_T: Tensor,
+        cos_sin_PR: Tensor | None,
+        q_norm_E: Tensor | None,
+        k_norm_E: Tensor | None,
+        norm_eps: float,
+        kv_cache: Tensor,
+        slot_mapping_T: Tensor,
+        spec: AttentionSpec,
+    ) -> Tensor: ...
+
+
+class PagedAttentionFn(Protocol):
+    """Causal attention of this step's queries over each request's cached tokens (this step's are already written).
+
+    Args:
+        q_THE: (T, H, E). kv_cache: as in `RopeKVWriteFn`. sinks_H: one more logit a head in the softmax's
+            denominator, or None.
+    Returns:
+        (T, H * E), contiguous, q's dtype.
+    """
+
+    def __call__(
+        self,
+        q_THE: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class GatedActivationFn(Protocol):
+    """gate_up_TF2 (T, 2 F) -> activation(first half) * second half, (T, F)."""
+
+    def __call__(self, gate_up_TF2: Tensor, activation: Activation) -> Tensor: ...
+
+
+class ActivationFn(Protocol):
+    """Elementwise, same shape and dtype."""
+
+    def __call__(self, x_TF: Tensor, activation: Activation) -> Tensor: ...
+
+
+class LinearFactory(Protocol):
+    """Prepares a linear layer from stored matrices stacked along N (e.g. q, k, v), each in its own format.
+
+    Packs, casts and moves once, here; the returned function only computes. bias_N: float, or None.
+    """
+
+    def __call__(self, parts: Sequence[Matrix], bias_N: Tensor | None) -> LinearFn: ...
+
+
+class EmbeddingFactory(Protocol):
+    """Prepares a look-up of rows of a stored matrix (V, D)."""
+
+    def __call__(self, table: Matrix) -> EmbeddingFn: ...
+
+
+class SampleFn(Protocol):
+    """Draws one token a row; a pure function of the row's logits, settings and key.
+
+    Order: divide by temperature -> top_k -> min_p (drop p < min_p * max p) -> typical_p (sort by |-ln p - H|, keep the
+    smallest set of mass >= typical_p) -> top_p (smallest set of the most likely of mass >= top_p) -> draw. Each filter
+    sees the renormalized distribution its predecessor left; one token always stays; equal values keep the lower id.
+    The draw is Gumbel-max: argmax over the kept tokens v of l_v / T + g_v, ties to the lower id, with
+        h = fmix32(v * 0x9E3779B1 + key0);  h = fmix32(h ^ key1);  u = ((h >> 8) + 0.5) * 2^-24;  g = -ln(-ln u)
+    all integers modulo 2^32, fmix32 the finalizer of MurmurHash3. A row of temperature 0 takes argmax l, lowest id.
+
+    Args:
+        logits_SV: float32; -inf marks a banned token; may be overwritten.
+    Returns:
+        token_ids_S: int64, on the same device, without a host synchronization.
+    """
+
+    def __call__(self, logits_SV: Tensor, sampling: SamplingTensors) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class OpTable:
+    """The ops of one backend. name: what the log and `LeadReady.ops_backend` say."""
+
+    name: str
+    rms_norm: RmsNormFn
+    add_rms_norm: AddRmsNormFn
+    layer_norm: LayerNormFn
+    rope_kv_write: RopeKVWriteFn
+    paged_attention: PagedAttentionFn
+    gated_activation: GatedActivationFn
+    activation: ActivationFn
+    linear: LinearFactory
+    embedding: EmbeddingFactory
+    sample: SampleFn
