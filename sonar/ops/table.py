@@ -113,7 +113,7 @@ class SamplingTensors:
     Attributes:
         temperature_S: float32; 0 = greedy row.
         top_k_S: int32; 0 = off. top_p_S, min_p_S, typical_p_S: float32; 1, 0, 1 = off.
-        key_S2: int64 holding two unsigned 32-bit words, `sonar.worker.draw_key(seed, position)`.
+        key_S2: int64 holding two unsigned 32-bit words, `sonar.ops.draw_key.draw_key(seed, position)`.
         all_greedy: no row draws; the rest is not read.
         any_filter: some row has one of top_k, top_p, min_p, typical_p on.
     """
@@ -230,6 +230,8 @@ class SampleFn(Protocol):
     The draw is Gumbel-max: argmax over the kept tokens v of l_v / T + g_v, ties to the lower id, with
         h = fmix32(v * 0x9E3779B1 + key0);  h = fmix32(h ^ key1);  u = ((h >> 8) + 0.5) * 2^-24;  g = -ln(-ln u)
     all integers modulo 2^32, fmix32 the finalizer of MurmurHash3. A row of temperature 0 takes argmax l, lowest id.
+    u has 25 significant bits: in float32 it would round to 1 and g to infinity (one row in 300 of a 50k vocabulary), so
+    u is float64, or -ln u is taken as -log1p(-(1 - u)) where u >= 1/2, whose 1 - u is exact in float32.
 
     Args:
         logits_SV: float32; -inf marks a banned token; may be overwritten.

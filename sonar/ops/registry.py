@@ -1,0 +1,77 @@
+"""Which backend's ops a process uses: one literal dict of name -> builder, resolved once at start and logged.
+
+A builder is `build(device, dtype) -> OpTable`; its module is imported only when it is chosen, so that a host without that
+hardware or compiler needs none of it. Called by the worker at start.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+
+import torch
+
+from sonar.errors import ConfigError, SonarError
+from sonar.ops.table import OpTable
+
+_logger = logging.getLogger(__name__)
+
+OpTableBuilder = Callable[[torch.device, torch.dtype], OpTable]
+
+# A backend of a device bears the name of torch's device type: `auto` takes it by that name.
+BACKENDS: dict[str, str] = {
+    "reference": "sonar.ops.reference:build",
+}
+
+
+class OpsUnavailable(SonarError):
+    """A backend cannot run here; raised by its module at import or by its builder, with the reason in one sentence."""
+
+
+def select_ops(device: torch.device, dtype: torch.dtype, name: str = "auto") -> OpTable:
+    """The ops for a device and a compute dtype.
+
+    Args:
+        name: a key of `BACKENDS`; or "auto": the device's own backend, and the reference where there is none or it says
+            that it is unavailable (logged with the reason).
+
+    Raises:
+        ConfigError: no such backend, or the named one is unavailable here.
+    """
+    if name == "auto":
+        return _build_for_device(device, dtype)
+    if name not in BACKENDS:
+        raise ConfigError(f"ops={name!r} is no backend; choose one of {['auto', *BACKENDS]}", param="ops")
+    try:
+        table = _load_builder(name)(device, dtype)
+    except OpsUnavailable as reason:
+        raise ConfigError(f"ops={name!r} cannot run on {device}: {reason}; use ops='auto'", param="ops") from reason
+    _logger.info("ops backend %s on %s in %s: asked for", table.name, device, dtype)
+    return table
+
+
+def _build_for_device(device: torch.device, dtype: torch.dtype) -> OpTable:
+    if device.type not in BACKENDS:
+        table = _load_builder("reference")(device, dtype)
+        _logger.warning("ops backend %s: there are no kernels for %s; slow, and not batch-invariant", table.name, device)
+        return table
+    try:
+        table = _load_builder(device.type)(device, dtype)
+    except OpsUnavailable as reason:
+        table = _load_builder("reference")(device, dtype)
+        _logger.warning(
+            "ops backend %s: %s kernels are unavailable (%s); slow, and not batch-invariant",
+            table.name,
+            device.type,
+            reason,
+        )
+        return table
+    _logger.info("ops backend %s on %s in %s: the device's own", table.name, device, dtype)
+    return table
+
+
+def _load_builder(name: str) -> OpTableBuilder:
+    module_name, _, attribute = BACKENDS[name].partition(":")
+    builder: OpTableBuilder = getattr(importlib.import_module(module_name), attribute)
+    return builder
