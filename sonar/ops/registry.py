@@ -1,7 +1,7 @@
 """Which backend's ops a process uses: one literal dict of name -> builder, resolved once at start and logged.
 
-A builder is `build(device, dtype) -> OpTable`; its module is imported only when it is chosen, so that a host without that
-hardware or compiler needs none of it. Called by the worker at start.
+A builder is `build(device, dtype) -> OpTable`; its module is imported only when it is chosen, so that a host without
+that hardware or compiler needs none of it. Called by the worker at start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BACKENDS: dict[str, str] = {
 }
 
 
-class OpsUnavailable(SonarError):
+class OpsUnavailable(SonarError):  # noqa: N818 (a state of this host, not a mistake)
     """A backend cannot run here; raised by its module at import or by its builder, with the reason in one sentence."""
 
 
@@ -54,7 +54,9 @@ def select_ops(device: torch.device, dtype: torch.dtype, name: str = "auto") -> 
 def _build_for_device(device: torch.device, dtype: torch.dtype) -> OpTable:
     if device.type not in BACKENDS:
         table = _load_builder("reference")(device, dtype)
-        _logger.warning("ops backend %s: there are no kernels for %s; slow, and not batch-invariant", table.name, device)
+        _logger.warning(
+            "ops backend %s: there are no kernels for %s; slow, and not batch-invariant", table.name, device
+        )
         return table
     try:
         table = _load_builder(device.type)(device, dtype)

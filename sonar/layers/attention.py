@@ -1,0 +1,54 @@
+"""Self-attention over the paged cache: project, rotate, write K and V, attend, project back. Called by the models."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sonar.ops.table import AttentionMetadata, AttentionSpec, LinearFn, OpTable
+
+
+class Attention:
+    """One layer's attention.
+
+    Args:
+        qkv: x_TD -> (T, (H + 2 G) * E): Q heads, K heads, V heads. output: (T, H * E) -> (T, D).
+        cos_sin_PR: the layer kind's rotary table, or None for learned positions.
+        q_norm_E, k_norm_E: RMSNorm weights per head, or None. norm_eps: theirs.
+    """
+
+    def __init__(
+        self,
+        ops: OpTable,
+        spec: AttentionSpec,
+        *,
+        qkv: LinearFn,
+        output: LinearFn,
+        cos_sin_PR: Tensor | None,
+        q_norm_E: Tensor | None = None,
+        k_norm_E: Tensor | None = None,
+        norm_eps: float = 0.0,
+    ) -> None:
+        self.spec = spec
+        self._qkv = qkv
+        self._output = output
+        self._cos_sin_PR = cos_sin_PR
+        self._q_norm_E = q_norm_E
+        self._k_norm_E = k_norm_E
+        self._norm_eps = norm_eps
+        self._rope_kv_write = ops.rope_kv_write
+        self._paged_attention = ops.paged_attention
+
+    def __call__(self, x_TD: Tensor, positions_T: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Writes this step's K and V to the cache and returns a new (T, D) tensor."""
+        q_THE = self._rope_kv_write(
+            self._qkv(x_TD),
+            positions_T,
+            self._cos_sin_PR,
+            self._q_norm_E,
+            self._k_norm_E,
+            self._norm_eps,
+            kv_cache,
+            metadata.slot_mapping_T,
+            self.spec,
+        )
+        return self._output(self._paged_attention(q_THE, kv_cache, metadata, self.spec))

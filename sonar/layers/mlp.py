@@ -1,0 +1,57 @@
+"""Feed-forward layers. Called by the models, which load their linears (names and fusing differ by family)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sonar.errors import ModelError
+from sonar.ops.table import Activation, LinearFn, OpTable
+
+# Hugging Face's `hidden_act` names; three of them are one formula, the tanh approximation.
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+}
+
+
+def find_activation(name: str) -> Activation:
+    """The activation of a `hidden_act` name.
+
+    Raises:
+        ModelError: unknown; lists what is known.
+    """
+    if name not in ACTIVATIONS:
+        raise ModelError(f"activation {name!r} is not supported; known are {sorted(ACTIVATIONS)}", param="activation")
+    return ACTIVATIONS[name]
+
+
+class GatedMlp:
+    """down(activation(gate(x)) * up(x)). gate_up: one linear of 2 F outputs, gate first."""
+
+    def __init__(self, ops: OpTable, gate_up: LinearFn, down: LinearFn, activation: Activation) -> None:
+        self._gate_up = gate_up
+        self._down = down
+        self._activation = activation
+        self._gated_activation = ops.gated_activation
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """Returns a new (T, D) tensor."""
+        return self._down(self._gated_activation(self._gate_up(x_TD), self._activation))
+
+
+class Mlp:
+    """down(activation(up(x)))."""
+
+    def __init__(self, ops: OpTable, up: LinearFn, down: LinearFn, activation: Activation) -> None:
+        self._up = up
+        self._down = down
+        self._kind = activation
+        self._activation = ops.activation
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """Returns a new (T, D) tensor."""
+        return self._down(self._activation(self._up(x_TD), self._kind))

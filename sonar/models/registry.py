@@ -1,0 +1,71 @@
+"""Which families there are: one literal dict of architecture (Hugging Face's `model_type`) -> class.
+
+Imports no torch until a model is loaded, so that whoever reads a config can tell early whether it can be served.
+Called by the worker, and by readers of model configs for the names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from typing import TYPE_CHECKING
+
+from sonar.config import ModelConfig
+from sonar.errors import ModelError
+
+if TYPE_CHECKING:
+    from sonar.models.base import Model, WeightSource
+    from sonar.ops.table import OpTable
+
+_logger = logging.getLogger(__name__)
+
+MODELS: dict[str, str] = {
+    "gemma3_text": "sonar.models.gemma3:Gemma3TextModel",
+    "gpt2": "sonar.models.gpt2:GPT2Model",
+    "llama": "sonar.models.llama:LlamaModel",
+    "mistral": "sonar.models.mistral:MistralModel",
+    "phi3": "sonar.models.phi3:Phi3Model",
+    "qwen2": "sonar.models.qwen2:Qwen2Model",
+    "qwen3": "sonar.models.qwen3:Qwen3Model",
+}
+
+# Buffers that old checkpoints of a family hold beside its weights: constants, computed anew here.
+_BUFFERS = re.compile(r"(\.rotary_emb\.inv_freq|\.attn\.(bias|masked_bias))$")
+_LAYER_NUMBER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
+
+
+def load_model(config: ModelConfig, weights: WeightSource, ops: OpTable) -> Model:
+    """Builds the family's model from the weights.
+
+    Raises:
+        ModelError: unknown architecture (lists what is known); a tensor is missing or misshapen; or a layer of the
+            checkpoint holds tensors that this family does not compute with, so that its output would be wrong.
+    """
+    if config.architecture not in MODELS:
+        raise ModelError(
+            f"architecture {config.architecture!r} is not supported; known are {', '.join(MODELS)}",
+            param="model",
+            code="unsupported_architecture",
+        )
+    module_name, _, class_name = MODELS[config.architecture].partition(":")
+    model: Model = getattr(importlib.import_module(module_name), class_name)(config, weights, ops)
+    _check_unread(config, weights.unread())
+    return model
+
+
+def _check_unread(config: ModelConfig, unread: list[str]) -> None:
+    """Refuses leftover tensors of layers that are computed; logs the others, which change nothing (a tied head's copy,
+    draft layers after the last)."""
+    unread = [name for name in unread if not _BUFFERS.search(name)]
+    if not unread:
+        return
+    numbers = ((name, _LAYER_NUMBER.search(name)) for name in unread)
+    inside = [name for name, found in numbers if found and int(found[1]) < config.num_layers]
+    if inside:
+        raise ModelError(
+            f"{len(inside)} tensors are no part of architecture {config.architecture!r}, first {inside[0]!r}: "
+            "the checkpoint is a variant that is not supported",
+            param="model",
+        )
+    _logger.warning("%d tensors of the checkpoint are not used, first %s", len(unread), unread[0])
