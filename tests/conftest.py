@@ -1,0 +1,20 @@
+"""What all tests share: marked tests are skipped, with the reason shown, unless `-m` names their marker."""
+
+from __future__ import annotations
+
+import pytest
+
+OPT_IN = {
+    "gpu": "needs a GPU; run with -m gpu",
+    "multi_gpu": "needs several GPUs; run with -m multi_gpu",
+    "hub": "needs a model hub; run with -m hub",
+    "slow": "takes more than half a minute; run with -m slow",
+}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    expression = config.getoption("markexpr") or ""
+    for item in items:
+        for name, reason in OPT_IN.items():
+            if item.get_closest_marker(name) and name not in expression:
+                item.add_marker(pytest.mark.skip(reason=reason))
