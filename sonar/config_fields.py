@@ -1,0 +1,75 @@
+"""Typed access to the fields of a model's own configuration: a missing or ill-typed field is a named error.
+
+Called by the readers of config.json, generation_config.json and GGUF metadata. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sonar.errors import ModelError
+
+_MISSING: Any = object()
+
+
+class Fields:
+    """A mapping read from a file. where: the file, for errors. prefix: put before every name (GGUF's architecture).
+
+    Getters take a default for a field that is absent or null, and raise `ModelError` naming file, field and value if
+    there is none or the value is of another type.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
+        self.values = values
+        self.where = where
+        self.prefix = prefix
+
+    def raw(self, name: str) -> Any:
+        """The value, or None."""
+        return self.values.get(self.prefix + name)
+
+    def wrong(self, name: str, wanted: str) -> ModelError:
+        """The error for a field that is not what is wanted."""
+        value = self.raw(name)
+        found = "is missing" if value is None else f"is {str(value)[:80]!r}"
+        return ModelError(f"{self.where}: field {self.prefix + name!r} {found}; needed is {wanted}", param="model")
+
+    def get_int(self, name: str, default: Any = _MISSING, low: int = 1) -> int:
+        """An integer of at least `low`."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise self.wrong(name, f"an integer of at least {low}")
+        return value
+
+    def get_float(self, name: str, default: Any = _MISSING) -> float:
+        """A number."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.wrong(name, "a number")
+        return float(value)
+
+    def get_bool(self, name: str, default: Any = _MISSING) -> bool:
+        """True or false."""
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def get_str(self, name: str, default: Any = _MISSING) -> str:
+        """A string."""
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise self.wrong(name, "a string")
+        return value
+
+    def nested(self, name: str) -> Fields:
+        """An object within this one; an empty one if it is absent."""
+        value = self._get(name, {})
+        if not isinstance(value, dict):
+            raise self.wrong(name, "an object")
+        return Fields(value, f"{self.where}, {name}")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.raw(name)
+        return default if value is None and default is not _MISSING else value

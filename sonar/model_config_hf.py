@@ -1,0 +1,277 @@
+"""`config.json` and `generation_config.json` of a Hugging Face folder -> `ModelConfig`.
+
+Field names and their defaults are those of each family's configuration class in transformers; both its version 5 form
+(`rope_parameters`) and the older one (`rope_theta`, `rope_scaling`) are read. Called by `sonar.model_config`.
+Torch-free.
+
+What `ModelConfig.extra` holds (a flag is 1.0; absent when the model does without):
+    query_pre_attn_scalar, attn_logit_softcapping, final_logit_softcapping   gemma3_text
+    scale_attn_weights (0.0 when off), scale_attn_by_inverse_layer_idx       gpt2
+    o_proj_bias, mlp_bias                                                    llama; the first in qwen3 too
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sonar.config import LayerKind, ModelConfig, RopeConfig
+from sonar.config_fields import Fields
+from sonar.errors import ConfigError, ModelError
+from sonar.rope_fields import read_rope
+
+_SERVED_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_DTYPES = ("float32", "bfloat16", "float16")
+_LAYER_KINDS = {"full_attention": LayerKind.FULL, "sliding_attention": LayerKind.SLIDING}
+
+
+def read_hf_config(folder: Path) -> ModelConfig:
+    """The configuration of the model in `folder`. Raises ModelError as `load_model_config`."""
+    fields = _read_json(folder / "config.json")
+    model_type = fields.get_str("model_type")
+    if model_type not in _FAMILIES:
+        raise ModelError(
+            f"{fields.where}: architecture {model_type!r} is not supported; supported are {', '.join(_FAMILIES)}",
+            param="model",
+        )
+    _refuse_other_heads(fields)
+    _refuse_quantization(fields)
+    generation = folder / "generation_config.json"
+    eos_token_ids = _token_ids(_read_json(generation)) if generation.is_file() else ()
+    try:
+        return _FAMILIES[model_type](fields, eos_token_ids)
+    except ConfigError as error:
+        raise ModelError(f"{fields.where}: {error.message}", param="model") from error
+
+
+def _read_json(path: Path) -> Fields:
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}", param="model") from error
+    except ValueError as error:
+        raise ModelError(f"{path} is no valid JSON ({error}); fetch it again", param="model") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path} holds no JSON object; fetch it again", param="model")
+    return Fields(values, str(path))
+
+
+def _refuse_other_heads(fields: Fields) -> None:
+    """Models with a classifier or an embedding head share the family's model_type; they generate nothing."""
+    names = fields.raw("architectures") or []
+    if names and not any(str(name).endswith(_SERVED_SUFFIXES) for name in names):
+        raise ModelError(f"{fields.where}: {names[0]} generates no text; give a causal language model", param="model")
+
+
+def _refuse_quantization(fields: Fields) -> None:
+    settings = fields.raw("quantization_config")
+    if settings is not None:
+        method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
+        raise ModelError(
+            f"{fields.where}: quantization {method!r} is not supported; give the unquantized model (float32, bfloat16 "
+            "or float16) or a GGUF file",
+            param="model",
+        )
+
+
+def _token_ids(fields: Fields) -> tuple[int, ...]:
+    """`eos_token_id`: absent, one id or a list."""
+    value = fields.raw("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
+        raise fields.wrong("eos_token_id", "a token id or a list of them")
+    return tuple(ids)
+
+
+def _common(fields: Fields, eos_token_ids: tuple[int, ...], *, tied: bool = False) -> dict[str, Any]:
+    """Arguments of `ModelConfig` that most families name alike. tied: the family's default."""
+    num_heads, hidden_size = fields.get_int("num_attention_heads"), fields.get_int("hidden_size")
+    num_layers = fields.get_int("num_hidden_layers")
+    return {
+        "vocab_size": fields.get_int("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.get_int("intermediate_size"),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": fields.get_int("num_key_value_heads", num_heads),
+        "head_dim": fields.get_int("head_dim", max(1, hidden_size // num_heads)),
+        "max_position": fields.get_int("max_position_embeddings"),
+        "norm_eps": fields.get_float("rms_norm_eps", 1e-6),
+        "activation": fields.get_str("hidden_act", "silu"),
+        "layer_kinds": (LayerKind.FULL,) * num_layers,
+        "tie_word_embeddings": fields.get_bool("tie_word_embeddings", tied),
+        "bos_token_id": None if fields.raw("bos_token_id") is None else fields.get_int("bos_token_id", low=0),
+        "eos_token_ids": eos_token_ids or _token_ids(fields),
+        "dtype": _dtype(fields),
+    }
+
+
+def _dtype(fields: Fields) -> str:
+    dtype = str(fields.raw("dtype") or fields.raw("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise fields.wrong("dtype", f"one of {', '.join(_DTYPES)}")
+    return dtype
+
+
+def _one_rope(fields: Fields, arguments: dict[str, Any], theta: float) -> dict[LayerKind, RopeConfig]:
+    """The rotary settings of a family that has one for all its layers. theta: the family's default."""
+    written = fields.nested("rope_parameters") if fields.raw("rope_parameters") else fields.nested("rope_scaling")
+    rope = read_rope(written, fields, head_dim=arguments["head_dim"], theta=theta)
+    if rope.scaling == "yarn":
+        reach = int(rope.parameters["factor"] * rope.parameters["original_max_position_embeddings"])
+        arguments["max_position"] = max(arguments["max_position"], reach)
+    return dict.fromkeys(arguments["layer_kinds"], rope)
+
+
+def _listed_kinds(fields: Fields, num_layers: int) -> tuple[LayerKind, ...] | None:
+    """`layer_types`, if it is written."""
+    names = fields.raw("layer_types")
+    if names is None:
+        return None
+    if not isinstance(names, list) or len(names) != num_layers or not set(names) <= set(_LAYER_KINDS):
+        raise fields.wrong("layer_types", f"a list of {num_layers} out of {', '.join(_LAYER_KINDS)}")
+    return tuple(_LAYER_KINDS[name] for name in names)
+
+
+def _set_window(fields: Fields, arguments: dict[str, Any], kinds: tuple[LayerKind, ...]) -> None:
+    """Give the layers their kinds, and the window if one slides."""
+    arguments["layer_kinds"] = kinds
+    if LayerKind.SLIDING in kinds:
+        arguments["sliding_window"] = fields.get_int("sliding_window")
+
+
+def _llama(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    arguments = _common(fields, eos_token_ids)
+    has_bias = fields.get_bool("attention_bias", False)
+    extra = {"o_proj_bias": has_bias, "mlp_bias": fields.get_bool("mlp_bias", False)}
+    rope = _one_rope(fields, arguments, theta=10_000.0)
+    return ModelConfig("llama", **arguments, rope=rope, qkv_bias=has_bias, extra=_flags(extra))
+
+
+def _mistral(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    arguments = _common(fields, eos_token_ids)
+    num_layers = arguments["num_layers"]
+    all_layers = LayerKind.FULL if fields.raw("sliding_window") is None else LayerKind.SLIDING
+    _set_window(fields, arguments, _listed_kinds(fields, num_layers) or (all_layers,) * num_layers)
+    return ModelConfig("mistral", **arguments, rope=_one_rope(fields, arguments, theta=10_000.0))
+
+
+def _qwen_kinds(fields: Fields, num_layers: int) -> tuple[LayerKind, ...]:
+    """qwen2 and qwen3: the window is off unless `use_sliding_window`, and then begins at `max_window_layers`."""
+    if not fields.get_bool("use_sliding_window", False) or fields.raw("sliding_window") is None:
+        return (LayerKind.FULL,) * num_layers
+    first = fields.get_int("max_window_layers", 28, low=0)
+    kinds = tuple(LayerKind.SLIDING if i >= first else LayerKind.FULL for i in range(num_layers))
+    return _listed_kinds(fields, num_layers) or kinds
+
+
+def _qwen2(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    arguments = _common(fields, eos_token_ids)
+    _set_window(fields, arguments, _qwen_kinds(fields, arguments["num_layers"]))
+    return ModelConfig("qwen2", **arguments, rope=_one_rope(fields, arguments, theta=10_000.0), qkv_bias=True)
+
+
+def _qwen3(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    arguments = {**_common(fields, eos_token_ids), "head_dim": fields.get_int("head_dim", 128)}
+    _set_window(fields, arguments, _qwen_kinds(fields, arguments["num_layers"]))
+    has_bias = fields.get_bool("attention_bias", False)
+    rope = _one_rope(fields, arguments, theta=10_000.0)
+    return ModelConfig("qwen3", **arguments, rope=rope, qkv_bias=has_bias, extra=_flags({"o_proj_bias": has_bias}))
+
+
+def _phi3(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    arguments = _common(fields, eos_token_ids)
+    num_layers = arguments["num_layers"]
+    all_layers = LayerKind.FULL if fields.raw("sliding_window") is None else LayerKind.SLIDING
+    _set_window(fields, arguments, (all_layers,) * num_layers)
+    rope = _one_rope(fields, arguments, theta=10_000.0)
+    if any(kind.scaling != "none" for kind in rope.values()):  # what phi3 calls "yarn" or "su" is LongRoPE
+        raise ModelError(f"{fields.where}: phi3 with a rope scaling (LongRoPE) is not supported", param="model")
+    return ModelConfig("phi3", **arguments, rope=rope)
+
+
+def _gemma3(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """The text model, whose settings a multimodal checkpoint nests in `text_config`."""
+    if fields.raw("text_config") is not None:
+        outer_ids = eos_token_ids or _token_ids(fields)
+        return _gemma3(fields.nested("text_config"), outer_ids)
+    if fields.get_bool("use_bidirectional_attention", False):
+        raise ModelError(f"{fields.where}: use_bidirectional_attention is not supported", param="model")
+    defaults = {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "sliding_window": 4096,
+        "hidden_act": fields.get_str("hidden_activation", "gelu_pytorch_tanh"),
+    }
+    written = {name: value for name, value in fields.values.items() if value is not None}
+    fields = Fields({**defaults, **written}, fields.where)
+    arguments = _common(fields, eos_token_ids, tied=True)
+    num_layers = arguments["num_layers"]
+    pattern = fields.get_int("sliding_window_pattern", 6)
+    kinds = tuple(LayerKind.SLIDING if (i + 1) % pattern else LayerKind.FULL for i in range(num_layers))
+    _set_window(fields, arguments, _listed_kinds(fields, num_layers) or kinds)
+    extra = {"query_pre_attn_scalar": fields.get_float("query_pre_attn_scalar", 256.0)}
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if fields.raw(name) is not None:
+            extra[name] = fields.get_float(name)
+    return ModelConfig("gemma3_text", **arguments, rope=_gemma3_ropes(fields, arguments["head_dim"]), extra=extra)
+
+
+def _gemma3_ropes(fields: Fields, head_dim: int) -> dict[LayerKind, RopeConfig]:
+    """Full layers rotate slowly and may be scaled; sliding layers have a base of their own and no scaling."""
+    nested = fields.nested("rope_parameters")
+    full, sliding = nested.nested("full_attention"), nested.nested("sliding_attention")
+    if not full.values:
+        full = fields.nested("rope_scaling")
+    local_theta = fields.get_float("rope_local_base_freq", 10_000.0)
+    no_theta = Fields({}, fields.where)  # `rope_theta` outside of rope_parameters is that of the full layers
+    return {
+        LayerKind.FULL: read_rope(full, fields, head_dim=head_dim, theta=1_000_000.0),
+        LayerKind.SLIDING: read_rope(sliding, no_theta, head_dim=head_dim, theta=local_theta),
+    }
+
+
+def _gpt2(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """Other names, learned positions, LayerNorm, biases everywhere."""
+    if fields.get_bool("add_cross_attention", False):
+        raise ModelError(f"{fields.where}: add_cross_attention is not supported", param="model")
+    hidden_size = fields.get_int("n_embd")
+    renamed = {
+        "num_attention_heads": fields.raw("n_head"),
+        "hidden_size": hidden_size,
+        "num_hidden_layers": fields.raw("n_layer"),
+        "intermediate_size": fields.get_int("n_inner", 4 * hidden_size),
+        "max_position_embeddings": fields.raw("n_positions"),
+        "rms_norm_eps": fields.get_float("layer_norm_epsilon", 1e-5),
+        "hidden_act": fields.get_str("activation_function", "gelu_new"),
+    }
+    fields = Fields({**fields.values, **renamed}, fields.where)
+    extra = _flags({"scale_attn_by_inverse_layer_idx": fields.get_bool("scale_attn_by_inverse_layer_idx", False)})
+    if not fields.get_bool("scale_attn_weights", True):
+        extra["scale_attn_weights"] = 0.0
+    arguments = _common(fields, eos_token_ids, tied=True)
+    return ModelConfig("gpt2", **arguments, rope={}, qkv_bias=True, extra=extra)
+
+
+def _flags(values: dict[str, bool]) -> dict[str, float]:
+    """`extra` entries for what is on."""
+    return {name: 1.0 for name, value in values.items() if value}
+
+
+_FAMILIES: dict[str, Callable[[Fields, tuple[int, ...]], ModelConfig]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma3": _gemma3,
+    "gemma3_text": _gemma3,
+    "phi3": _phi3,
+    "gpt2": _gpt2,
+}
