@@ -1,0 +1,173 @@
+"""A process's connection to its head: a ZMQ DEALER used by one thread, without asyncio.
+
+libzmq's own I/O thread does sockets and encryption outside the interpreter's lock, so a second Python thread and queue
+would only add hand-overs; and `zmq.asyncio` costs five times the CPU a round trip. Called by the agent's loop and the
+lead's engine loop. Does not know what messages mean; of the connection it tells only that it was made again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from sonar.transport import (
+    Address,
+    Codec,
+    DropReason,
+    HandshakeRefusedError,
+    PeerId,
+    TransportCounters,
+    TransportSettings,
+    UnreachableError,
+)
+from sonar.transport_keys import derive_keys
+from sonar.transport_options import FAILED_EVENTS, WATCHED_EVENTS, set_common_options
+
+# One failure can be a head that was just restarting; a second in a row is an answer.
+_REFUSED_AFTER = 2
+
+
+class Client:
+    """Owns the DEALER socket of one process and its monitor.
+
+    All methods belong to one thread, except `send`, which any thread may call while no other method runs (a loader
+    reporting progress). Unsent messages survive a reconnect and arrive in order; a message in flight while the
+    connection broke may be lost, which receivers see by sequence numbers.
+
+    Args:
+        incoming: union of the messages that may arrive.
+    """
+
+    def __init__(
+        self, address: Address, token: str, peer: PeerId, incoming: Any, settings: TransportSettings | None = None
+    ) -> None:
+        self.address = address
+        self.counters = TransportCounters()
+        self._settings = settings or TransportSettings()
+        self._codec = Codec(incoming, self._settings.max_frame_bytes)
+        self._send_lock = threading.Lock()
+        self._reconnected = False
+        self._is_connected = False
+        self._failures = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        _set_options(self._socket, token, peer, address, self._settings)
+        self._monitor = self._socket.get_monitor_socket(WATCHED_EVENTS)
+        self._poller = zmq.Poller()
+        for watched in (self._socket, self._monitor):
+            self._poller.register(watched, zmq.POLLIN)
+
+    @property
+    def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """To register in a poller of the caller's: when one is readable, call `receive(0)`."""
+        return self._socket, self._monitor
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the last news of the connection was good."""
+        return self._is_connected
+
+    def connect(self, timeout_s: float) -> None:
+        """Connects and waits until both sides have proved their keys; later breaks are mended by libzmq.
+
+        Raises:
+            HandshakeRefusedError: the join token is not that head's.
+            UnreachableError: no head there within the time.
+        """
+        self._socket.connect(self.address.endpoint)
+        deadline_s = time.monotonic() + timeout_s
+        while not self._is_connected and self._failures < _REFUSED_AFTER:
+            left_ms = int((deadline_s - time.monotonic()) * 1000)
+            if left_ms <= 0:
+                break
+            if self._monitor.poll(left_ms):
+                self._read_monitor()
+        if self._is_connected:
+            self._reconnected = False
+        elif self._failures:
+            raise HandshakeRefusedError(
+                f"{self.address} refused the handshake: the join token is not the one of that head, or something else "
+                "listens there; copy the head's token file to this host"
+            )
+        else:
+            raise UnreachableError(
+                f"no head answered at {self.address} within {timeout_s:g} s; check the address, that the head runs, "
+                "and that this port is open between the hosts"
+            )
+
+    def send(self, message: msgspec.Struct) -> bool:
+        """Queues a message. False when the queue is full: the head has not read for long; keep it and try again."""
+        frame = self._codec.encode(message)
+        with self._send_lock:
+            try:
+                self._socket.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                self.counters.unsent += 1
+                return False
+            self.counters.sent += 1
+        return True
+
+    def wait_writable(self, timeout_s: float) -> bool:
+        """Waits until `send` would take a message."""
+        return bool(self._socket.poll(int(timeout_s * 1000), zmq.POLLOUT))
+
+    def receive(self, timeout_s: float, limit: int = 256) -> list[Any]:
+        """Messages that have arrived, at most `limit`; waits up to the time for a first one (or news of the link)."""
+        ready = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
+        if self._monitor in ready:
+            self._read_monitor()
+        messages: list[msgspec.Struct] = []
+        while self._socket in ready and len(messages) < limit:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self.counters.received += 1
+            message = self._codec.decode(frames)
+            if isinstance(message, DropReason):
+                self.counters.dropped[message] += 1
+            else:
+                messages.append(message)
+        return messages
+
+    def take_reconnected(self) -> bool:
+        """Whether the connection was made anew since the last call: say hello again."""
+        reconnected, self._reconnected = self._reconnected, False
+        return reconnected
+
+    def close(self, linger_ms: int | None = None) -> None:
+        """Closes, waiting for unsent messages at most the given time (default: the settings')."""
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(self._settings.linger_ms if linger_ms is None else linger_ms)
+        self._context.term()
+
+    def _read_monitor(self) -> None:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.counters.handshakes += 1
+                self._is_connected, self._reconnected, self._failures = True, True, 0
+            elif event & FAILED_EVENTS:
+                self.counters.refused += 1
+                self._failures += 1
+            elif event == zmq.EVENT_DISCONNECTED:
+                self.counters.disconnects += self._is_connected
+                self._is_connected = False
+
+
+def _set_options(
+    dealer: zmq.Socket[bytes], token: str, peer: PeerId, address: Address, settings: TransportSettings
+) -> None:
+    server, client = derive_keys(token, "server"), derive_keys(token, "client")
+    dealer.curve_serverkey = server.public
+    dealer.curve_publickey, dealer.curve_secretkey = client
+    dealer.setsockopt(zmq.IDENTITY, peer.encode())
+    dealer.setsockopt(zmq.RECONNECT_IVL, settings.reconnect_ms)
+    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, settings.reconnect_max_ms)
+    set_common_options(dealer, address, settings)
