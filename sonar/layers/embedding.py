@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from sonar.models.base import WeightSource
+from typing import TYPE_CHECKING
+
 from sonar.ops.table import EmbeddingFn, LinearFn, OpTable
+
+if TYPE_CHECKING:
+    from sonar.models.base import WeightSource
 
 
 class VocabTables:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sonar.models.base import WeightSource
 from sonar.ops.table import LinearFn, OpTable
+
+if TYPE_CHECKING:
+    from sonar.models.base import WeightSource
 
 
 class Part(NamedTuple):

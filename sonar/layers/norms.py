@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from sonar.models.base import WeightSource
 from sonar.ops.table import OpTable
+
+if TYPE_CHECKING:
+    from sonar.models.base import WeightSource
 
 
 def load_norm_weight(weights: WeightSource, name: str, size: int, offset: float = 0.0) -> Tensor:

@@ -1,0 +1,34 @@
+"""The reference backend: every op of `sonar.ops.table` in plain torch, for any device and float dtype.
+
+Says what each op means; other backends are tested against it and take from it what they lack. Not batch-invariant:
+torch chooses its matmul kernels by shape. Called by `sonar.ops.registry`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sonar.ops.reference_activation import activation, gated_activation
+from sonar.ops.reference_attention import paged_attention, rope_kv_write
+from sonar.ops.reference_matrix import MatrixOps
+from sonar.ops.reference_norm import add_rms_norm, layer_norm, rms_norm
+from sonar.ops.reference_sample import sample
+from sonar.ops.table import OpTable
+
+
+def build(device: torch.device, dtype: torch.dtype) -> OpTable:
+    """The ops that compute in `dtype` on `device`."""
+    matrices = MatrixOps(device, dtype)
+    return OpTable(
+        name="reference",
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        layer_norm=layer_norm,
+        rope_kv_write=rope_kv_write,
+        paged_attention=paged_attention,
+        gated_activation=gated_activation,
+        activation=activation,
+        linear=matrices.linear,
+        embedding=matrices.embedding,
+        sample=sample,
+    )
