@@ -76,6 +76,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
                 _check_range(name, value, 0, MAX_LOGPROBS)
+        if any(not word for word in self.bad_words):
+            raise UserError("bad_words contains an empty sequence; give at least one token each", param="bad_words")
         if any(not s for s in self.stop):
             raise UserError("stop contains an empty string; give non-empty strings", param="stop")
 
@@ -83,6 +85,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
+
+
+def child_seed(seed: int, index: int) -> int:
+    """Seed of sequence `index` of a request with n > 1; sequence 0 keeps the request's own.
+
+    A pure function, so that the HTTP API and `sonar.LLM` give the same tokens, and each sequence alone gives what it
+    gives among its siblings. With z = seed + index * 0x9E3779B97F4A7C15 mod 2^64, the finalizer of splitmix64 (Steele,
+    Lea, Flood 2014): z ^= z >> 30; z *= 0xBF58476D1CE4E5B9; z ^= z >> 27; z *= 0x94D049BB133111EB; z ^= z >> 31;
+    then z mod 2^63.
+
+    Args:
+        seed: in [0, 2^63). index: from 0.
+    """
+    if index == 0:
+        return seed
+    mask = 2**64 - 1
+    z = (seed + index * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return (z ^ (z >> 31)) % 2**63
 
 
 def _check_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
