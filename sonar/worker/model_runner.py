@@ -1,0 +1,147 @@
+"""Computes steps on this rank's device: the `Executor` the engine loop drives.
+
+Steps run one after another in a thread of their own, so that the loop schedules the next while one runs; on CUDA that
+thread only queues work, and `result()` waits for the copies to the host. Knows nothing of requests, ids, scheduling or
+sockets. Made by `sonar.worker.loading`.
+
+`_forward` is the seam for captured graphs: for a decode-only batch (every length 1, every row sampled) it is a function
+of one `ForwardBatch` of static shapes and nothing else, from input tokens to logits.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sonar.messages import StepBatch, StepResult
+from sonar.models.base import Model
+from sonar.ops.table import SampleFn
+from sonar.worker.draw_plan import Vocabulary
+from sonar.worker.inputs import PromptRows, StepInputs, build_inputs
+from sonar.worker.kv_cache import KVCache
+from sonar.worker.logprobs import TokenLogprobs, normalize, score
+from sonar.worker.results import PendingResult, PromptScores, StepOutcome
+from sonar.worker.sampler import Sampler
+from sonar.worker.slots import SlotTable
+
+MAX_UNDER_WAY = 2
+# Rows of logits held at once for prompt_logprobs: 256 of a 150k vocabulary are 150 MB, a whole chunk were gigabytes.
+_PROMPT_ROWS = 256
+_NO_ROW = StepOutcome(-1, 0, None, [], [], None, None)
+
+
+@dataclass(frozen=True)
+class RunnerParts:
+    """What a runner is made of; all on one device.
+
+    Attributes:
+        threads: CPU threads torch may use in the runner's thread; 0 leaves torch's own choice.
+    """
+
+    model: Model
+    cache: KVCache
+    slots: SlotTable
+    sample: SampleFn
+    vocabulary: Vocabulary
+    device: torch.device
+    threads: int = 0
+
+
+class RunningStep:
+    """A step under way (`StepHandle`)."""
+
+    def __init__(self, future: Future[PendingResult]) -> None:
+        self._future = future
+
+    def result(self) -> StepResult:
+        """Waits for the step; raises what it raised."""
+        return self._future.result().wait()
+
+
+class ModelRunner:
+    """Owns the model, the cache and the slots of a rank, and the thread that alone touches them (`Executor`)."""
+
+    def __init__(self, parts: RunnerParts) -> None:
+        self._parts = parts
+        self._sampler = Sampler(parts.slots, parts.sample, parts.vocabulary, parts.device)
+        self._thread = ThreadPoolExecutor(1, "model-runner", initializer=_enter_thread, initargs=(parts,))
+        self._latest: list[Future[PendingResult]] = []
+        self._failed: BaseException | None = None
+
+    def submit(self, batch: StepBatch) -> RunningStep:
+        """Starts a step and returns at once. After a step has failed every later one raises the same error: the slots
+        may be half changed."""
+        self._latest = [future for future in self._latest if not future.done()]
+        assert len(self._latest) < MAX_UNDER_WAY, f"step {batch.step}: {MAX_UNDER_WAY} steps are under way"
+        future = self._thread.submit(self._run, batch)
+        self._latest.append(future)
+        return RunningStep(future)
+
+    def close(self) -> None:
+        """Ends the thread after the steps under way, and drops model and cache."""
+        self._thread.shutdown(wait=True)
+        del self._sampler, self._parts
+
+    def _run(self, batch: StepBatch) -> PendingResult:
+        if self._failed is not None:
+            raise self._failed
+        try:
+            with torch.inference_mode():
+                return PendingResult(self._compute(batch), self._parts.device)
+        except BaseException as error:
+            self._failed = error
+            raise
+
+    def _compute(self, batch: StepBatch) -> StepOutcome:
+        parts = self._parts
+        parts.slots.apply(batch)
+        parts.cache.copy(batch.copies)
+        if not batch.slots:
+            return _NO_ROW._replace(step=batch.step)
+        inputs = build_inputs(batch, parts.slots, parts.cache, parts.device)
+        num_sampled = len(inputs.sampled_slots)
+        # Planned before the forward pass, so that a GPU has its settings before it has its logits.
+        plan = self._sampler.plan(inputs.sampled_slots, inputs.sampled_positions) if num_sampled else None
+        hidden_TD, logits_SV = self._forward(inputs)
+        outcome = _NO_ROW._replace(step=batch.step, num_sampled=num_sampled)
+        if plan is not None and logits_SV is not None:
+            drawn = self._sampler.draw(logits_SV, plan)
+            asked = plan.composition.logprobs
+            outcome = outcome._replace(token_S=drawn.token_S, logprobs=drawn.logprobs)
+            if asked is not None:
+                outcome = outcome._replace(logprob_rows=asked.rows, alternatives=asked.counts)
+        if inputs.prompt is not None:
+            outcome = outcome._replace(prompt=self._score_prompt(hidden_TD, inputs.prompt))
+        return outcome
+
+    def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
+        """Hidden states of all rows, and logits of the sampled ones."""
+        model = self._parts.model
+        hidden_TD = model.forward(inputs.forward)
+        if inputs.sampled_rows_S is None:
+            return hidden_TD, model.logits(hidden_TD)
+        if len(inputs.sampled_slots) == 0:
+            return hidden_TD, None
+        return hidden_TD, model.logits(hidden_TD.index_select(0, inputs.sampled_rows_S))
+
+    def _score_prompt(self, hidden_TD: Tensor, prompt: PromptRows) -> PromptScores:
+        slots = self._parts.slots
+        alternatives = [slots.settings(slot).prompt_logprobs or 0 for slot in prompt.slots]
+        targets_Q = slots.history.read(prompt.targets_Q)
+        pieces = [
+            score(normalize(self._parts.model.logits(hidden_TD.index_select(0, rows))), targets, max(alternatives))
+            for rows, targets in zip(torch.split(prompt.rows_Q, _PROMPT_ROWS), torch.split(targets_Q, _PROMPT_ROWS))
+        ]
+        scored = TokenLogprobs(*(torch.cat(columns) for columns in zip(*pieces)))
+        return PromptScores(prompt.slots, prompt.counts, alternatives, scored)
+
+
+def _enter_thread(parts: RunnerParts) -> None:
+    """Settings torch keeps per thread."""
+    if parts.device.type == "cuda":
+        torch.cuda.set_device(parts.device)
+    if parts.threads:
+        torch.set_num_threads(parts.threads)
