@@ -12,7 +12,8 @@ from typing import Any
 from sonar.errors import ModelError
 from sonar.packaged_model import Progress
 
-_PATTERNS = ["*.json", "*.jinja", "*.model", "*.safetensors", "tokenizer.*"]
+_PATTERNS = ["*.json", "*.jinja", "*.model", "*.safetensors"]
+_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 
 
 def fetch_hub_model(
@@ -46,6 +47,7 @@ def fetch_hub_model(
             repo_id,
             revision=revision,
             allow_patterns=_PATTERNS,
+            ignore_patterns=_IGNORED,
             tqdm_class=_progress_bar(phase, progress),
             endpoint=endpoint,
         )
