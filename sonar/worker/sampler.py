@@ -1,9 +1,9 @@
 """Draws the next tokens of a step from its logits, each row by its own request's settings.
 
 Order: log-probabilities are taken of the raw logits; then logit_bias, bad_words, ids banned by min_tokens, repetition,
-presence and frequency penalties; then the op `sample` (temperature, filters, draw). Bad words and the repetition penalty
-see prompt and output, presence and frequency the output. The history they read includes the token of a step the host
-has not seen yet. Knows nothing of models, blocks or scheduling. Called by the model runner.
+presence and frequency penalties; then the op `sample` (temperature, filters, draw). Bad words and the repetition
+penalty see prompt and output, presence and frequency the output. The history they read includes the token of a step the
+host has not seen yet. Knows nothing of models, blocks or scheduling. Called by the model runner.
 """
 
 from __future__ import annotations

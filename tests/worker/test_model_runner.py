@@ -19,11 +19,11 @@ CPU = torch.device("cpu")
 BLOCK = 4
 MAX_LEN = 96
 SAMPLINGS = {
-    "greedy": dict(temperature=0.0),
-    "seeded": dict(seed=3),
-    "penalties": dict(seed=4, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.1),
-    "words": dict(temperature=0.0, bad_words=tuple((a, b) for a in range(6) for b in range(0, VOCAB, 2))),
-    "logprobs": dict(temperature=0.0, logprobs=3),
+    "greedy": {"temperature": 0.0},
+    "seeded": {"seed": 3},
+    "penalties": {"seed": 4, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.1},
+    "words": {"temperature": 0.0, "bad_words": tuple((a, b) for a in range(6) for b in range(0, VOCAB, 2))},
+    "logprobs": {"temperature": 0.0, "logprobs": 3},
 }
 
 
@@ -59,10 +59,10 @@ def generate(requests, num_tokens, chunk, overlap):
     computed = dict.fromkeys(requests, 0)
     out = {slot: ([], []) for slot in requests}
     pending = []
-    changes = dict(
-        admitted=[admit(slot, prompt, **sampling) for slot, (prompt, sampling) in requests.items()],
-        new_blocks=[new for slot in requests for new in blocks(slot)],
-    )
+    changes = {
+        "admitted": [admit(slot, prompt, **sampling) for slot, (prompt, sampling) in requests.items()],
+        "new_blocks": [new for slot in requests for new in blocks(slot)],
+    }
 
     def collect():
         owners, handle = pending.pop(0)
@@ -138,8 +138,8 @@ def test_a_readmitted_request_goes_on_exactly(alone):
 def test_prompt_logprobs_cover_the_prompt_from_its_second_token(chunk):
     prompt = [(3 * p) % VOCAB for p in range(11)]
     runner = make_runner()
-    plain = generate({0: (prompt, dict(temperature=0.0, logprobs=2))}, 1, 1000, 0)[0]
-    changes = dict(admitted=[admit(0, prompt, temperature=0.0, prompt_logprobs=2)], new_blocks=blocks(0))
+    plain = generate({0: (prompt, {"temperature": 0.0, "logprobs": 2})}, 1, 1000, 0)[0]
+    changes = {"admitted": [admit(0, prompt, temperature=0.0, prompt_logprobs=2)], "new_blocks": blocks(0)}
     rows, tokens = [], []
     for start in range(0, len(prompt), chunk):
         length = min(chunk, len(prompt) - start)
@@ -151,7 +151,7 @@ def test_prompt_logprobs_cover_the_prompt_from_its_second_token(chunk):
     assert tokens == plain[0]
     assert [row[0].token_id for row in rows] == prompt[1:]
     for p, row in enumerate(rows):
-        truncated = generate({0: (prompt[: p + 1], dict(temperature=0.0, logprobs=2))}, 1, 1000, 0)[0]
+        truncated = generate({0: (prompt[: p + 1], {"temperature": 0.0, "logprobs": 2})}, 1, 1000, 0)[0]
         assert row[1:] == truncated[1][0][1:]
         assert [entry.rank for entry in row[1:]] == [1, 2]
     runner.close()
@@ -186,7 +186,7 @@ class FailingModel(CountingModel):
 
 def test_what_a_step_raises_comes_out_of_its_result_and_of_all_later_ones():
     runner = make_runner(FailingModel((0, 8), BLOCK))
-    changes = dict(admitted=[admit(0, [1, 2], temperature=0.0)], new_blocks=blocks(0))
+    changes = {"admitted": [admit(0, [1, 2], temperature=0.0)], "new_blocks": blocks(0)}
     assert len(runner.submit(step(0, [(0, 0, 2, True)], **changes)).result().token_ids) == 1
     failing = runner.submit(step(1, [(0, 2, 1, True)]))
     after = runner.submit(step(2, [(0, 3, 1, True)]))
@@ -208,7 +208,7 @@ class GatedModel(CountingModel):
 def test_two_steps_may_be_under_way_and_not_three():
     model = GatedModel((0, 8), BLOCK)
     runner = make_runner(model)
-    changes = dict(admitted=[admit(0, [1, 2], temperature=0.0)], new_blocks=blocks(0))
+    changes = {"admitted": [admit(0, [1, 2], temperature=0.0)], "new_blocks": blocks(0)}
     handles = [runner.submit(step(0, [(0, 0, 2, True)], **changes)), runner.submit(step(1, [(0, 2, 1, True)]))]
     with pytest.raises(AssertionError, match="2 steps are under way"):
         runner.submit(step(2, [(0, 3, 1, True)]))

@@ -19,16 +19,16 @@ from tests.worker.counting_model import argmax_sample
 CPU = torch.device("cpu")
 VOCAB = 23
 EOS = (2,)
-GREEDY = dict(temperature=0.0)
+GREEDY = {"temperature": 0.0}
 SETTINGS = [
     dict(GREEDY),
-    dict(seed=5),
+    {"seed": 5},
     dict(GREEDY, logit_bias={3: 50.0, 4: 51.0}, bad_words=((4,), (1, 3))),
     dict(GREEDY, min_tokens=4, stop_token_ids=(7, 999)),
-    dict(seed=6, repetition_penalty=1.7),
+    {"seed": 6, "repetition_penalty": 1.7},
     dict(GREEDY, presence_penalty=1.5, frequency_penalty=0.5, logprobs=2),
-    dict(seed=7, repetition_penalty=0.8, frequency_penalty=-1.0, logprobs=0),
-    dict(seed=8, top_k=5, logprobs=4),
+    {"seed": 7, "repetition_penalty": 0.8, "frequency_penalty": -1.0, "logprobs": 0},
+    {"seed": 8, "top_k": 5, "logprobs": 4},
 ]
 HISTORIES = dict(enumerate([[1, 2, 3], [4], [5, 1], [6, 6, 6], [7, 8, 9, 7], [1, 2], [3, 3, 9], [0, 1]]))
 
