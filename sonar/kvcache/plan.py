@@ -40,7 +40,7 @@ def plan_blocks(
     least = _blocks_of_one(groups, max_model_len, max_step_tokens, block_size)
     needed = _total(least, block_bytes)
     if needed > memory_bytes:
-        fits = _longest_that_fits(memory_bytes, groups, block_bytes, max_model_len, max_step_tokens, block_size)
+        fits = longest_that_fits(memory_bytes, groups, token_bytes, block_size, max_model_len, max_step_tokens)
         remedy = f"lower max_model_len to {fits} or less, or raise" if fits else "raise"
         raise CapacityError(
             f"the KV cache needs {needed} bytes for one request of max_model_len={max_model_len} tokens and there are "
@@ -59,24 +59,19 @@ def plan_blocks(
     return tuple(blocks)
 
 
-def _blocks_of_one(groups: Sequence[CacheGroup], num_tokens: int, chunk_tokens: int, block_size: int) -> list[int]:
-    chunk = min(num_tokens, chunk_tokens)
-    return [group.max_blocks(num_tokens, chunk, block_size) for group in groups]
-
-
-def _total(blocks: Sequence[int], block_bytes: Sequence[int]) -> int:
-    return sum(count * size for count, size in zip(blocks, block_bytes))
-
-
-def _longest_that_fits(
+def longest_that_fits(
     memory_bytes: int,
     groups: Sequence[CacheGroup],
-    block_bytes: Sequence[int],
+    token_bytes: int,
+    block_size: int,
     max_model_len: int,
     max_step_tokens: int,
-    block_size: int,
 ) -> int:
-    """Tokens of the longest request that fits, 0 when not even one token does. Found by halving: need only grows."""
+    """Tokens of the longest request that fits, at most `max_model_len`; 0 when not even one token does.
+
+    Arguments as in `plan_blocks`. Found by halving: need only grows.
+    """
+    block_bytes = [len(group.layers) * token_bytes * block_size for group in groups]
     low, high = 0, max_model_len
     while low < high:
         middle = (low + high + 1) // 2
@@ -85,3 +80,12 @@ def _longest_that_fits(
         else:
             high = middle - 1
     return low
+
+
+def _blocks_of_one(groups: Sequence[CacheGroup], num_tokens: int, chunk_tokens: int, block_size: int) -> list[int]:
+    chunk = min(num_tokens, chunk_tokens)
+    return [group.max_blocks(num_tokens, chunk, block_size) for group in groups]
+
+
+def _total(blocks: Sequence[int], block_bytes: Sequence[int]) -> int:
+    return sum(count * size for count, size in zip(blocks, block_bytes))
