@@ -1,0 +1,1 @@
+"""Measuring: load over HTTP, the engine offline, one batch's latency. Called by `launcher.cli.bench`."""

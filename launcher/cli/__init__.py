@@ -1,0 +1,1 @@
+"""The `sonar` command, one module a subcommand."""

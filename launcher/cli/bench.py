@@ -1,0 +1,116 @@
+"""`sonar bench offline|latency|serve`: flags to configurations; the measuring is in `launcher.bench`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from launcher.bench.arrivals import Arrival
+from launcher.bench.datasets import DatasetConfig, DatasetKind
+from launcher.cli.client_flags import add_client_flags, api_key_of, resolve_model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One parser a kind of measurement."""
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="offline|latency|serve")
+    _add_serve(kinds.add_parser("serve", help="load a running server over HTTP"))
+
+
+def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Runs the chosen measurement. Returns 1 when a request failed."""
+    runners: dict[str, Callable[[argparse.Namespace, Mapping[str, str]], int]] = {
+        "serve": _run_serve,
+    }
+    return runners[args.kind](args, environ)
+
+
+def _list_of(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Parser of "1,8,32"; argparse turns its ValueError into an error that names the flag."""
+
+    def parse_list(text: str) -> tuple[Any, ...]:
+        return tuple(parse(part) for part in text.split(","))
+
+    return parse_list
+
+
+def parse_extra(text: str) -> dict[str, Any]:
+    """A JSON object; argparse names the flag when it is none."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("give a JSON object")
+    return value
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    add_client_flags(parser)
+    load = parser.add_argument_group("load")
+    load.add_argument("--concurrency", type=_list_of(int), default=(), help="clients in a closed loop, e.g. 1,8,32")
+    load.add_argument("--rate", type=_list_of(float), default=(), help="requests/s in an open loop, e.g. 0.5,1,2")
+    load.add_argument("--arrival", choices=[kind.value for kind in Arrival], default=Arrival.POISSON.value)
+    load.add_argument("--num-requests", type=int, default=0, help="per run (default: 8 a client or 10 s, at least 16)")
+    load.add_argument("--num-warmup", type=int, default=2)
+    load.add_argument("--timeout", type=float, default=600.0, help="s a request (default: 600)")
+    load.add_argument("--chat", action="store_true", help="use /v1/chat/completions")
+    load.add_argument("--temperature", type=float, default=0.0)
+    load.add_argument("--stop-at-eos", action="store_true", help="let answers end early (default: ignore_eos is sent)")
+    load.add_argument("--extra-body", type=parse_extra, default={}, help="JSON object of further request fields")
+    _add_dataset(parser.add_argument_group("prompts"))
+    _add_outputs(parser, plot=True)
+
+
+def _add_dataset(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--dataset", choices=[kind.value for kind in DatasetKind], default=DatasetKind.RANDOM.value)
+    group.add_argument("--dataset-path", default="", help="a prompt a line, or JSON lines with prompt and output_len")
+    group.add_argument("--input-len", type=int, default=128, help="tokens, or words of --dataset words")
+    group.add_argument("--output-len", type=int, default=64)
+    group.add_argument("--length-spread", type=float, default=0.0, help="0.5: lengths from half of the given to it")
+    group.add_argument("--prefix-len", type=int, default=512, help="of --dataset shared-prefix")
+    group.add_argument("--num-prefixes", type=int, default=1)
+    group.add_argument("--vocab-size", type=int, default=10000, help="random token ids are below it (default: 10000)")
+    group.add_argument("--dataset-seed", type=int, default=0)
+
+
+def _add_outputs(parser: argparse.ArgumentParser, *, plot: bool) -> None:
+    parser.add_argument("--json", default="", metavar="FILE", help="write the figures there")
+    if plot:
+        parser.add_argument("--plot", default="", metavar="FILE", help="draw a picture (needs matplotlib)")
+
+
+def _dataset(args: argparse.Namespace) -> DatasetConfig:
+    return DatasetConfig(
+        kind=DatasetKind(args.dataset),
+        input_len=args.input_len,
+        output_len=args.output_len,
+        length_spread=args.length_spread,
+        prefix_len=args.prefix_len,
+        num_prefixes=args.num_prefixes,
+        vocab_size=args.vocab_size,
+        path=args.dataset_path,
+        seed=args.dataset_seed,
+    )
+
+
+def _run_serve(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    from launcher.bench.serve import ServeBenchConfig, run_serve_bench
+
+    api_key = api_key_of(args, environ)
+    extra = {"temperature": args.temperature, **({} if args.stop_at_eos else {"ignore_eos": True}), **args.extra_body}
+    config = ServeBenchConfig(
+        url=args.url,
+        model=resolve_model(args.url, api_key, args.model),
+        dataset=_dataset(args),
+        chat=args.chat,
+        api_key=api_key,
+        concurrencies=args.concurrency,
+        rates=args.rate,
+        arrival=Arrival(args.arrival),
+        num_requests=args.num_requests,
+        num_warmup=args.num_warmup,
+        timeout_s=args.timeout,
+        extra=extra,
+        json_path=args.json,
+        plot_path=args.plot,
+    )
+    return run_serve_bench(config)

@@ -1,0 +1,109 @@
+"""What this user's running servers left on disk: one small JSON file a port, so that `status` and `stop` find them.
+
+A record names a process by pid and start time together, because a pid alone is used again; the start is the kernel's
+tick count, which no clock change moves. Linux only. Knows nothing of HTTP or of what a server does. Called by
+`launcher.cli.serve`, `status` and `stop`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the kernel started this process, in clock ticks since boot; None when it does not run (a zombie does not).
+
+    Source: proc(5), fields 3 and 22 of /proc/PID/stat, counted after the command's closing bracket.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A server started by this user.
+
+    Attributes:
+        pid, start_ticks: the process and its start (see `start_ticks`). started_unix_s: the same for people.
+        host, port: where its HTTP server listens. model: name it serves.
+        log: file its output goes to; empty when it runs in a terminal.
+    """
+
+    pid: int
+    start_ticks: int
+    started_unix_s: float
+    host: str
+    port: int
+    model: str
+    log: str = ""
+
+    @property
+    def url(self) -> str:
+        """Base address for a client on this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    def is_running(self) -> bool:
+        """Whether the process still runs; false when its pid now belongs to another one."""
+        return start_ticks(self.pid) == self.start_ticks
+
+
+class StateDir:
+    """Owns the folder of server records and logs (mode 700; no other user reads a log)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def of_user(cls, environ: Mapping[str, str]) -> StateDir:
+        """$XDG_STATE_HOME/sonar, by default ~/.local/state/sonar."""
+        base = environ.get("XDG_STATE_HOME")
+        return cls((Path(base) if base else Path.home() / ".local" / "state") / "sonar")
+
+    def log_file(self, port: int) -> Path:
+        """Where a detached server on this port writes; the folder exists after the call."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return self.path / f"server-{port}.log"
+
+    def write(self, record: ServerRecord) -> None:
+        """Replaces the record of the port at once, so that a reader never sees half a file."""
+        target = self._file(record.port)
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = target.with_suffix(f".{os.getpid()}")
+        draft.write_bytes(msgspec.json.encode(record))
+        draft.replace(target)
+
+    def remove(self, port: int, pid: int) -> None:
+        """Forgets the server of this port unless another process has taken the record over."""
+        record = self._read(self._file(port))
+        if record is None or record.pid == pid:
+            self._file(port).unlink(missing_ok=True)
+
+    def records(self) -> list[ServerRecord]:
+        """Servers that still run, by port. Records of ended ones are removed; unreadable files are left alone."""
+        alive = []
+        for file in sorted(self.path.glob("server-*.json")):
+            record = self._read(file)
+            if record is None:
+                continue
+            if record.is_running():
+                alive.append(record)
+            else:
+                file.unlink(missing_ok=True)
+        return sorted(alive, key=lambda record: record.port)
+
+    def _file(self, port: int) -> Path:
+        return self.path / f"server-{port}.json"
+
+    @staticmethod
+    def _read(file: Path) -> ServerRecord | None:
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            return msgspec.json.decode(file.read_bytes(), type=ServerRecord)
+        return None

@@ -1,0 +1,73 @@
+"""`sonar stop`: ends a server of this user and says what happened to every process of it.
+
+Asks first (SIGTERM: open requests are finished within the grace period), kills what is left. A process is signalled
+only if its start time is the recorded one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping
+
+import psutil
+
+from launcher.cli.state import ServerRecord, StateDir
+from launcher.cli.status import NOTHING_RUNS
+from sonar.errors import UserError
+
+KILL_WAIT_S = 5.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which server and how patiently."""
+    parser.add_argument("--port", type=int, default=None, help="of the server (default: the only one that runs)")
+    parser.add_argument("--all", action="store_true", help="every server of this user")
+    parser.add_argument("--grace", type=float, default=20.0, help="s until what is left is killed (default: 20)")
+
+
+def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Stops the chosen servers. Returns 3 when there is none, 1 when a process could not be ended."""
+    state = StateDir.of_user(environ)
+    records = [r for r in state.records() if args.port in (None, r.port)]
+    if not records:
+        print("no server runs" + ("" if args.port is None else f" on port {args.port}"))
+        return NOTHING_RUNS
+    if len(records) > 1 and not args.all:
+        ports = ", ".join(str(r.port) for r in records)
+        raise UserError(f"servers run on ports {ports}; name one with --port, or give --all", param="port")
+    return max(_stop_and_report(state, record, args.grace) for record in records)
+
+
+def _stop_and_report(state: StateDir, record: ServerRecord, grace_s: float) -> int:
+    begin_s = time.monotonic()
+    killed, left = end_tree(record, grace_s)
+    took = f"{time.monotonic() - begin_s:.1f} s"
+    if left:
+        print(f"port {record.port}: processes {left} could not be ended in {took}")
+        return 1
+    state.remove(record.port, record.pid)
+    how = f"stopped, {len(killed)} processes killed after the grace period: {killed}" if killed else "stopped"
+    print(f"port {record.port}: {how} ({took})")
+    return 0
+
+
+def end_tree(record: ServerRecord, grace_s: float) -> tuple[list[int], list[int]]:
+    """Ends the server and every process below it. Returns the pids that had to be killed and those that still run."""
+    if not record.is_running():
+        return [], []
+    parent = psutil.Process(record.pid)
+    try:
+        # Children first: once the parent is gone nobody can tell whose they were. psutil keeps their start times.
+        tree = [*parent.children(recursive=True), parent]
+        parent.terminate()
+    except psutil.NoSuchProcess:
+        return [], []
+    _, slow = psutil.wait_procs(tree, timeout=grace_s)
+    for process in slow:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    _, left = psutil.wait_procs(slow, timeout=KILL_WAIT_S)
+    return [process.pid for process in slow], [process.pid for process in left]
