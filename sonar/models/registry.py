@@ -30,8 +30,8 @@ MODELS: dict[str, str] = {
     "qwen3": "sonar.models.qwen3:Qwen3Model",
 }
 
-# Buffers that old checkpoints of a family hold beside its weights: constants, computed anew here.
-_BUFFERS = re.compile(r"(\.rotary_emb\.inv_freq|\.attn\.(bias|masked_bias))$")
+# What checkpoints hold beside their weights: constants that are computed anew here, and a tied head's copy.
+_NO_WEIGHTS = re.compile(r"(\.rotary_emb\.inv_freq|\.attn\.(bias|masked_bias)|^lm_head\.weight)$")
 _LAYER_NUMBER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
@@ -55,9 +55,9 @@ def load_model(config: ModelConfig, weights: WeightSource, ops: OpTable) -> Mode
 
 
 def _check_unread(config: ModelConfig, unread: list[str]) -> None:
-    """Refuses leftover tensors of layers that are computed; logs the others, which change nothing (a tied head's copy,
-    draft layers after the last)."""
-    unread = [name for name in unread if not _BUFFERS.search(name)]
+    """Refuses leftover tensors of layers that are computed; logs the others, which change nothing (draft layers after
+    the last, other heads)."""
+    unread = [name for name in unread if not _NO_WEIGHTS.search(name)]
     if not unread:
         return
     numbers = ((name, _LAYER_NUMBER.search(name)) for name in unread)
