@@ -1,0 +1,192 @@
+"""The engine: requests in, token events out; schedule, execute, update.
+
+One synchronous loop body, `step`. With overlap, step N + 1 is scheduled and handed to the executor while N runs, and
+only then is the result of N waited for. Knows nothing of sockets, text or processes; its clock is handed in. Called by
+the lead process (`sonar.worker.lead`) and by `sonar.llm`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from sonar.config import EngineConfig, ModelConfig
+from sonar.kvcache.manager import KVCacheManager
+from sonar.messages import FinishReason, KVEvent, LeadStats, RequestId, Submit, TokenEvent
+from sonar.model_source import ModelSource
+from sonar.scheduler.admission import RequestLimits
+from sonar.scheduler.scheduler import Scheduler
+from sonar.worker.executor import Executor, StepHandle
+from sonar.worker.loading import LoadedRunner, Progress, load_runner, no_progress
+from sonar.worker.resolve import SettingRow
+
+Clock = Callable[[], float]
+
+
+@dataclass(slots=True)
+class EngineTimes:
+    """Where the loop's time went since the start, in seconds.
+
+    Attributes:
+        schedule_s: choosing batches and taking in results. wait_s: waiting for the executor. With overlap the executor
+            works during the former, so their sum is the time the loop was busy, and wait_s is what the device adds.
+    """
+
+    schedule_s: float = 0.0
+    wait_s: float = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent in `Engine.step`."""
+        return self.schedule_s + self.wait_s
+
+
+class Engine:
+    """Owns the scheduler and the executor of a replica.
+
+    After `step` has raised, the engine is of no more use than to be closed: what the failed step computed is lost.
+
+    Args:
+        overlap: schedule a step while the one before it runs; the scheduler's setting.
+        clock: monotonic seconds.
+
+    Attributes:
+        times: where the time went.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, *, overlap: bool, clock: Clock = time.monotonic
+    ) -> None:
+        self.times = EngineTimes()
+        self._scheduler = scheduler
+        self._executor = executor
+        self._depth = 2 if overlap else 1
+        self._clock = clock
+        self._under_way: deque[StepHandle] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do: a request is open, or a step under way."""
+        return bool(self._under_way) or self._scheduler.num_open > 0
+
+    def add(self, submit: Submit) -> TokenEvent | None:
+        """Takes a request in.
+
+        Returns:
+            None, or its terminal event when its emitted tokens end it already.
+        Raises:
+            UserError, CapacityError, ProtocolError: see `Scheduler.add`.
+        """
+        return self._scheduler.add(submit, self._clock())
+
+    def abort(self, request_id: RequestId, finish: FinishReason = FinishReason.ABORT) -> TokenEvent | None:
+        """Ends a request at once. Returns its terminal event; None for an id that is not open."""
+        return self._scheduler.abort(request_id, finish)
+
+    def step(self) -> list[TokenEvent]:
+        """Hands out the next step and takes in the oldest one under way; the events of that one.
+
+        No events come while the pipeline fills, and from steps that finish no prompt. Never waits without a step under
+        way. Raises what a step raised.
+        """
+        began = self._clock()
+        batch = self._scheduler.schedule(began)
+        if batch is not None:
+            self._under_way.append(self._executor.submit(batch))
+        scheduled = self._clock()
+        self.times.schedule_s += scheduled - began
+        is_filling = batch is not None and len(self._under_way) < self._depth
+        if is_filling or not self._under_way:
+            return []
+        result = self._under_way.popleft().result()
+        arrived = self._clock()
+        self.times.wait_s += arrived - scheduled
+        events = self._scheduler.update(result, arrived)
+        self.times.schedule_s += self._clock() - arrived
+        return events
+
+    def stats(self) -> LeadStats:
+        """Figures for the head; `step_seconds` is the time spent in `step`."""
+        return self._scheduler.stats(self.times.busy_s)
+
+    def take_kv_events(self) -> list[KVEvent]:
+        """Net changes of the prefix cache since the last call."""
+        return self._scheduler.take_kv_events()
+
+    def check(self) -> None:
+        """Asserts the accounting of requests, slots and blocks; for tests and fault drills."""
+        self._scheduler.check()
+
+    def close(self) -> None:
+        """Ends the executor after the steps under way; open requests get no event."""
+        self._under_way.clear()
+        self._executor.close()
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """An engine ready for requests, and what its owner reports of it.
+
+    Attributes:
+        config: without `auto`. settings: the table of what was resolved and why, to print.
+        num_blocks: of all cache groups together, as in `LeadStats.blocks_total`.
+    """
+
+    engine: Engine
+    config: EngineConfig
+    model_config: ModelConfig
+    source: ModelSource
+    settings: tuple[SettingRow, ...]
+    num_blocks: int
+    weights_bytes: int
+    ops_backend: str
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt + output tokens of a request."""
+        return self.config.scheduler.max_model_len
+
+
+def build_engine(
+    config: EngineConfig, progress: Progress = no_progress, *, incarnation: int = 0, cache_dir: Path | None = None
+) -> BuiltEngine:
+    """Loads a model and puts an engine around it.
+
+    Args:
+        progress: told (phase, done, total) as loading goes.
+        incarnation: of the replica, put on its messages.
+        cache_dir: for downloaded and derived files; None = the user's cache folder.
+
+    Raises:
+        ModelError, ConfigError, CapacityError: with the remedy.
+    """
+    loaded = load_runner(config, progress, cache_dir)
+    return BuiltEngine(
+        engine=Engine(_make_scheduler(loaded, incarnation), loaded.runner, overlap=loaded.config.scheduler.overlap),
+        config=loaded.config,
+        model_config=loaded.model_config,
+        source=loaded.source,
+        settings=loaded.settings,
+        num_blocks=sum(loaded.num_blocks),
+        weights_bytes=loaded.weights_bytes,
+        ops_backend=loaded.ops_backend,
+    )
+
+
+def _make_scheduler(loaded: LoadedRunner, incarnation: int) -> Scheduler:
+    config, model = loaded.config, loaded.model_config
+    cache = KVCacheManager(
+        loaded.groups,
+        loaded.num_blocks,
+        config.cache.block_size,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+    )
+    limits = RequestLimits(
+        max_model_len=config.scheduler.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=frozenset(model.eos_token_ids),
+    )
+    return Scheduler(config.scheduler, limits, cache, incarnation)

@@ -1,0 +1,156 @@
+"""What `auto` becomes on machines of every kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from sonar.config import CacheConfig, EngineConfig, LayerKind, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
+from sonar.errors import CapacityError, ConfigError
+from sonar.kvcache.groups import cache_groups
+from sonar.worker.resolve import CPU_CACHE_CAP_BYTES, Machine, MemoryUse, resolve_cache, resolve_config
+
+GIB = 1 << 30
+CPU = Machine(num_cpus=6, host_bytes=16 * GIB)
+HOPPER = Machine(num_cpus=6, host_bytes=16 * GIB, cuda_capability=(9, 0), cuda_bytes=100 * GIB)
+TURING = Machine(num_cpus=6, host_bytes=16 * GIB, cuda_capability=(7, 5), cuda_bytes=15 * GIB)
+
+
+def make_model(dtype="bfloat16", quantization=None, max_position=8192, kinds=(LayerKind.FULL,) * 2):
+    return ModelConfig(
+        architecture="llama",
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=len(kinds),
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        max_position=max_position,
+        norm_eps=1e-5,
+        activation="silu",
+        layer_kinds=kinds,
+        rope={kind: RopeConfig(theta=1e4, dim=16) for kind in set(kinds)},
+        sliding_window=64,
+        dtype=dtype,
+        quantization=quantization,
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "model", "asked", "expected"),
+    [
+        (CPU, make_model(), {}, ("cpu", "float32")),
+        (CPU, make_model(), {"dtype": "bfloat16"}, ("cpu", "bfloat16")),
+        (HOPPER, make_model(), {}, ("cuda", "bfloat16")),
+        (HOPPER, make_model("float16"), {}, ("cuda", "float16")),
+        (HOPPER, make_model("float32"), {}, ("cuda", "bfloat16")),
+        (HOPPER, make_model("float16", "Q4_K_M"), {}, ("cuda", "bfloat16")),
+        (HOPPER, make_model(), {"device": "cpu"}, ("cpu", "float32")),
+        (TURING, make_model(), {}, ("cuda", "float16")),
+        (TURING, make_model("float32"), {"dtype": "float32"}, ("cuda", "float32")),
+    ],
+)
+def test_device_and_dtype(machine, model, asked, expected):
+    resolved, rows = resolve_config(EngineConfig(model="m", **asked), model, machine)
+    assert (resolved.device, resolved.dtype) == expected
+    assert resolved.cache.dtype == expected[1]
+    assert {row.name: row.value for row in rows}["dtype"] == expected[1]
+    assert all(row.reason for row in rows)
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(0, 8192), (100, 100), (9000, 8192)])
+def test_the_context_is_at_most_the_models(asked, expected):
+    config = EngineConfig(model="m", scheduler=SchedulerConfig(max_model_len=asked))
+    resolved, rows = resolve_config(config, make_model(), CPU)
+    assert resolved.scheduler.max_model_len == expected
+    reason = {row.name: row.reason for row in rows}["max_model_len"]
+    assert ("9000 was asked for" in reason) == (asked == 9000)
+
+
+def test_threads_and_cache_dtype_as_given_or_found():
+    resolved, _ = resolve_config(EngineConfig(model="m"), make_model(), CPU)
+    assert resolved.threads == 6
+    config = EngineConfig(model="m", threads=2, cache=CacheConfig(dtype="float16"))
+    resolved, _ = resolve_config(config, make_model(), CPU)
+    assert (resolved.threads, resolved.cache.dtype) == (2, "float16")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EngineConfig(model="m", device="cuda"), "no CUDA device; use device='cpu'"),
+        (EngineConfig(model="m", parallel=ParallelConfig(tp_size=2)), "tp_size=2; parallel ranks are not supported"),
+        (EngineConfig(model="m", parallel=ParallelConfig(pp_size=3)), "pp_size=3; parallel ranks are not supported"),
+    ],
+)
+def test_what_cannot_be_is_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve_config(config, make_model(), CPU)
+
+
+TOKEN_BYTES = 2 * 2 * 16 * 4
+
+
+USE = MemoryUse(GIB, GIB // 2)
+
+
+def cache_of(config, machine, model=None, use=USE):
+    model = model or make_model()
+    resolved, _ = resolve_config(config, model, machine)
+    (resolved, rows), num_blocks = resolve_cache(
+        resolved,
+        cache_groups(model),
+        TOKEN_BYTES,
+        use,
+        machine,
+        is_length_given=config.scheduler.max_model_len > 0,
+    )
+    return resolved, {row.name: (row.value, row.reason) for row in rows}, num_blocks
+
+
+def test_on_a_cpu_the_cache_is_a_share_with_a_cap():
+    resolved, rows, _ = cache_of(EngineConfig(model="m"), CPU)
+    assert resolved.cache.memory_bytes == CPU_CACHE_CAP_BYTES
+    assert "cap on a CPU" in rows["KV cache"][1]
+    small = Machine(num_cpus=2, host_bytes=2 * GIB)
+    resolved, rows, num_blocks = cache_of(EngineConfig(model="m"), small, use=MemoryUse(GIB, GIB // 4))
+    assert resolved.cache.memory_bytes == int(0.9 * 2 * GIB) - GIB - GIB // 4
+    assert "90% of 2.0 GiB, less weights 1024 MiB and activations 256 MiB" in rows["KV cache"][1]
+    block_bytes = 2 * 16 * TOKEN_BYTES
+    assert num_blocks == (resolved.cache.memory_bytes // block_bytes,)
+
+
+def test_on_cuda_the_cache_takes_what_is_left_of_the_share():
+    resolved, _, _ = cache_of(EngineConfig(model="m", cache=CacheConfig(memory_share=0.5)), HOPPER)
+    assert resolved.cache.memory_bytes == 50 * GIB - GIB - GIB // 2
+
+
+def test_given_bytes_are_taken_as_they_are():
+    config = EngineConfig(model="m", cache=CacheConfig(memory_bytes=64 << 20))
+    resolved, rows, num_blocks = cache_of(config, CPU, make_model(kinds=(LayerKind.FULL, LayerKind.SLIDING)))
+    assert resolved.cache.memory_bytes == 64 << 20
+    assert rows["KV cache"][1] == "as given"
+    assert len(num_blocks) == 2
+    assert rows["KV blocks"][0] == f"{num_blocks[0]} full + {num_blocks[1]} sliding"
+
+
+def test_a_context_of_our_own_choice_is_lowered_to_what_fits():
+    config = EngineConfig(model="m", cache=CacheConfig(memory_bytes=1 << 20))
+    resolved, rows, num_blocks = cache_of(config, CPU)
+    fits = (1 << 20) // (2 * TOKEN_BYTES)
+    assert resolved.scheduler.max_model_len == fits
+    assert rows["max_model_len"][1] == "the longest request that the KV cache holds"
+    assert num_blocks[0] * 16 == fits
+
+
+def test_a_given_context_that_does_not_fit_is_refused_with_the_figures():
+    config = EngineConfig(
+        model="m", cache=CacheConfig(memory_bytes=1 << 20), scheduler=SchedulerConfig(max_model_len=8000)
+    )
+    with pytest.raises(CapacityError, match=r"needs 4096000 bytes .*max_model_len=8000 .* there are 1048576; lower"):
+        cache_of(config, CPU)
+
+
+def test_no_memory_at_all_is_refused_with_the_figures():
+    with pytest.raises(CapacityError, match=r"needs \d+ bytes .* there are 0; raise"):
+        cache_of(EngineConfig(model="m"), Machine(num_cpus=1, host_bytes=GIB))
