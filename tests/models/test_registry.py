@@ -66,7 +66,7 @@ def test_harmless_leftovers_load(llama, ops, caplog: pytest.LogCaptureFixture) -
 
 def test_unknown_activation_lists_what_is_known(llama, ops) -> None:
     config = dataclasses.replace(llama[0], activation="relu2")
-    with pytest.raises(ModelError, match="'relu2' is not supported; known are .*'silu'"):
+    with pytest.raises(ModelError, match=r"'relu2' is not supported; known are .*'silu'"):
         load_model(config, DictWeights(llama[1], torch.float32), ops)
 
 
