@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+from .demo_server import DemoServer, running_demo
 
 OPT_IN = {
     "gpu": "needs a GPU; run with -m gpu",
@@ -18,3 +22,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for name, reason in OPT_IN.items():
             if item.get_closest_marker(name) and name not in expression:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+    """One demo server for all tests that only read from it."""
+    with running_demo(tmp_path_factory.mktemp("demo")) as server:
+        yield server

@@ -1,8 +1,7 @@
 """What this user's running servers left on disk: one small JSON file a port, so that `status` and `stop` find them.
 
-A record names a process by pid and start time together, because a pid alone is used again; the start is the kernel's
-tick count, which no clock change moves. Linux only. Knows nothing of HTTP or of what a server does. Called by
-`launcher.cli.serve`, `status` and `stop`.
+A record names a process by pid and start time together, because a pid alone is used again. Knows nothing of
+HTTP or of what a server does. Called by `launcher.cli.serve`, `status` and `stop`.
 """
 
 from __future__ import annotations
@@ -14,24 +13,14 @@ from pathlib import Path
 
 import msgspec
 
-
-def start_ticks(pid: int) -> int | None:
-    """When the kernel started this process, in clock ticks since boot; None when it does not run (a zombie does not).
-
-    Source: proc(5), fields 3 and 22 of /proc/PID/stat, counted after the command's closing bracket.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+from sonar.process import is_running
 
 
 class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A server started by this user.
 
     Attributes:
-        pid, start_ticks: the process and its start (see `start_ticks`). started_unix_s: the same for people.
+        pid, start_ticks: the process and its start, as `sonar.process` tells it. started_unix_s: the same for people.
         host, port: where its HTTP server listens. model: name it serves.
         log: file its output goes to; empty when it runs in a terminal.
     """
@@ -52,7 +41,7 @@ class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_running(self) -> bool:
         """Whether the process still runs; false when its pid now belongs to another one."""
-        return start_ticks(self.pid) == self.start_ticks
+        return is_running(self.pid, self.start_ticks)
 
 
 class StateDir:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,8 +13,9 @@ import psutil
 import pytest
 
 from launcher.cli.main import main
-from launcher.cli.state import ServerRecord, StateDir, start_ticks
+from launcher.cli.state import ServerRecord, StateDir
 from launcher.cli.status import columns, duration, readiness
+from sonar.process import read_process
 
 from .fake_server import FakeServer
 
@@ -48,10 +48,15 @@ class Processes:
         process = subprocess.Popen([sys.executable, "-c", PROGRAM, mode], stdout=subprocess.PIPE)
         self.started.append(process)
         assert process.stdout is not None and process.stdout.readline() == b"up\n"
-        ticks = start_ticks(process.pid)
-        assert ticks is not None
+        info = read_process(process.pid)
+        assert info is not None
         record = ServerRecord(
-            pid=process.pid, start_ticks=ticks, started_unix_s=time.time(), host="127.0.0.1", port=port, model="tiny"
+            pid=process.pid,
+            start_ticks=info.start,
+            started_unix_s=time.time(),
+            host="127.0.0.1",
+            port=port,
+            model="tiny",
         )
         self.state.write(record)
         return record
@@ -178,18 +183,3 @@ def test_urls_are_for_clients_on_this_machine() -> None:
 def test_durations_and_columns_for_people() -> None:
     assert [duration(s) for s in (5, 300, 12000, 200000)] == ["5 s", "5 min", "3 h 20 min", "2 d 7 h"]
     assert columns([("A", "BB"), ("ccc", "d")]) == ["A    BB", "ccc  d"]
-
-
-def test_start_ticks_of_odd_process_names(tmp_path: Path) -> None:
-    odd = tmp_path / "a) Z (b"
-    odd.symlink_to("/bin/sleep")
-    process = subprocess.Popen([str(odd), "30"])
-    try:
-        deadline = time.monotonic() + 10
-        while not (ticks := start_ticks(process.pid)):
-            assert time.monotonic() < deadline
-        assert ticks == pytest.approx(start_ticks(os.getpid()), abs=10**9)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert start_ticks(process.pid) is None
