@@ -10,18 +10,23 @@ from typing import Any
 from launcher.bench.arrivals import Arrival
 from launcher.bench.datasets import DatasetConfig, DatasetKind
 from launcher.cli.client_flags import add_client_flags, api_key_of, resolve_model
+from launcher.cli.engine_flags import add_engine_flags, engine_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One parser a kind of measurement."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="offline|latency|serve")
     _add_serve(kinds.add_parser("serve", help="load a running server over HTTP"))
+    _add_offline(kinds.add_parser("offline", help="throughput of the engine without a server"), latency=False)
+    _add_offline(kinds.add_parser("latency", help="time of one batch, from submission to its last token"), latency=True)
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Runs the chosen measurement. Returns 1 when a request failed."""
     runners: dict[str, Callable[[argparse.Namespace, Mapping[str, str]], int]] = {
         "serve": _run_serve,
+        "offline": _run_offline,
+        "latency": _run_offline,
     }
     return runners[args.kind](args, environ)
 
@@ -56,19 +61,35 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--temperature", type=float, default=0.0)
     load.add_argument("--stop-at-eos", action="store_true", help="let answers end early (default: ignore_eos is sent)")
     load.add_argument("--extra-body", type=parse_extra, default={}, help="JSON object of further request fields")
-    _add_dataset(parser.add_argument_group("prompts"))
+    prompts = parser.add_argument_group("prompts")
+    _add_dataset(prompts, tuple(kind.value for kind in DatasetKind))
+    prompts.add_argument("--dataset-path", default="", help="a prompt a line, or JSON lines with prompt and output_len")
+    prompts.add_argument("--vocab-size", type=int, default=10000, help="random token ids are below it (default: 10000)")
     _add_outputs(parser, plot=True)
 
 
-def _add_dataset(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--dataset", choices=[kind.value for kind in DatasetKind], default=DatasetKind.RANDOM.value)
-    group.add_argument("--dataset-path", default="", help="a prompt a line, or JSON lines with prompt and output_len")
-    group.add_argument("--input-len", type=int, default=128, help="tokens, or words of --dataset words")
-    group.add_argument("--output-len", type=int, default=64)
+def _add_offline(parser: argparse.ArgumentParser, *, latency: bool) -> None:
+    add_engine_flags(parser)
+    work = parser.add_argument_group("work")
+    if latency:
+        work.add_argument("--batch-size", dest="num_prompts", type=int, default=1, help="requests at once (default: 1)")
+    else:
+        work.add_argument("--num-prompts", type=int, default=64, help="requests, all at once (default: 64)")
+    work.add_argument("--num-iterations", type=int, default=10 if latency else 1, help="measured runs")
+    work.add_argument("--num-warmup", type=int, default=1, help="runs before them (default: 1)")
+    work.add_argument("--temperature", type=float, default=0.0)
+    kinds = (DatasetKind.RANDOM.value, DatasetKind.SHARED_PREFIX.value)
+    _add_dataset(parser.add_argument_group("prompts"), kinds)
+    _add_outputs(parser, plot=False)
+
+
+def _add_dataset(group: argparse._ArgumentGroup, kinds: tuple[str, ...]) -> None:
+    group.add_argument("--dataset", choices=kinds, default=DatasetKind.RANDOM.value)
+    group.add_argument("--input-len", type=int, default=128, help="tokens, or words of --dataset words (default: 128)")
+    group.add_argument("--output-len", type=int, default=64, help="tokens (default: 64)")
     group.add_argument("--length-spread", type=float, default=0.0, help="0.5: lengths from half of the given to it")
     group.add_argument("--prefix-len", type=int, default=512, help="of --dataset shared-prefix")
     group.add_argument("--num-prefixes", type=int, default=1)
-    group.add_argument("--vocab-size", type=int, default=10000, help="random token ids are below it (default: 10000)")
     group.add_argument("--dataset-seed", type=int, default=0)
 
 
@@ -78,7 +99,7 @@ def _add_outputs(parser: argparse.ArgumentParser, *, plot: bool) -> None:
         parser.add_argument("--plot", default="", metavar="FILE", help="draw a picture (needs matplotlib)")
 
 
-def _dataset(args: argparse.Namespace) -> DatasetConfig:
+def _dataset(args: argparse.Namespace, **more: Any) -> DatasetConfig:
     return DatasetConfig(
         kind=DatasetKind(args.dataset),
         input_len=args.input_len,
@@ -86,9 +107,8 @@ def _dataset(args: argparse.Namespace) -> DatasetConfig:
         length_spread=args.length_spread,
         prefix_len=args.prefix_len,
         num_prefixes=args.num_prefixes,
-        vocab_size=args.vocab_size,
-        path=args.dataset_path,
         seed=args.dataset_seed,
+        **more,
     )
 
 
@@ -100,7 +120,7 @@ def _run_serve(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     config = ServeBenchConfig(
         url=args.url,
         model=resolve_model(args.url, api_key, args.model),
-        dataset=_dataset(args),
+        dataset=_dataset(args, vocab_size=args.vocab_size, path=args.dataset_path),
         chat=args.chat,
         api_key=api_key,
         concurrencies=args.concurrency,
@@ -114,3 +134,18 @@ def _run_serve(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         plot_path=args.plot,
     )
     return run_serve_bench(config)
+
+
+def _run_offline(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    from launcher.bench.offline import OfflineBenchConfig, run_latency_bench, run_offline_bench
+
+    config = OfflineBenchConfig(
+        engine=engine_config(args),
+        dataset=_dataset(args),
+        num_prompts=args.num_prompts,
+        num_iterations=args.num_iterations,
+        num_warmup=args.num_warmup,
+        temperature=args.temperature,
+        json_path=args.json,
+    )
+    return run_latency_bench(config) if args.kind == "latency" else run_offline_bench(config)
