@@ -17,10 +17,11 @@ from sonar.config import EngineConfig, ModelConfig
 from sonar.kvcache.manager import KVCacheManager
 from sonar.messages import FinishReason, KVEvent, LeadStats, RequestId, Submit, TokenEvent
 from sonar.model_source import ModelSource
+from sonar.packaged_model import Progress, no_progress
 from sonar.scheduler.admission import RequestLimits
 from sonar.scheduler.scheduler import Scheduler
 from sonar.worker.executor import Executor, StepHandle
-from sonar.worker.loading import LoadedRunner, Progress, load_runner, no_progress
+from sonar.worker.loading import LoadedRunner, load_runner
 from sonar.worker.resolve import SettingRow
 
 Clock = Callable[[], float]
@@ -66,6 +67,11 @@ class Engine:
         self._depth = 2 if overlap else 1
         self._clock = clock
         self._under_way: deque[StepHandle] = deque()
+
+    @property
+    def num_open(self) -> int:
+        """Requests without a terminal event."""
+        return self._scheduler.num_open
 
     @property
     def has_work(self) -> bool:
@@ -132,6 +138,7 @@ class BuiltEngine:
 
     Attributes:
         config: without `auto`. settings: the table of what was resolved and why, to print.
+        limits: what is asked of a request (`sonar.scheduler.admission.make_spec` checks one by them).
         num_blocks: of all cache groups together, as in `LeadStats.blocks_total`.
     """
 
@@ -140,6 +147,7 @@ class BuiltEngine:
     model_config: ModelConfig
     source: ModelSource
     settings: tuple[SettingRow, ...]
+    limits: RequestLimits
     num_blocks: int
     weights_bytes: int
     ops_backend: str
@@ -164,29 +172,31 @@ def build_engine(
         ModelError, ConfigError, CapacityError: with the remedy.
     """
     loaded = load_runner(config, progress, cache_dir)
+    limits = RequestLimits(
+        max_model_len=loaded.config.scheduler.max_model_len,
+        vocab_size=loaded.model_config.vocab_size,
+        eos_token_ids=frozenset(loaded.model_config.eos_token_ids),
+    )
+    scheduler = _make_scheduler(loaded, limits, incarnation)
     return BuiltEngine(
-        engine=Engine(_make_scheduler(loaded, incarnation), loaded.runner, overlap=loaded.config.scheduler.overlap),
+        engine=Engine(scheduler, loaded.runner, overlap=loaded.config.scheduler.overlap),
         config=loaded.config,
         model_config=loaded.model_config,
         source=loaded.source,
         settings=loaded.settings,
+        limits=limits,
         num_blocks=sum(loaded.num_blocks),
         weights_bytes=loaded.weights_bytes,
         ops_backend=loaded.ops_backend,
     )
 
 
-def _make_scheduler(loaded: LoadedRunner, incarnation: int) -> Scheduler:
-    config, model = loaded.config, loaded.model_config
+def _make_scheduler(loaded: LoadedRunner, limits: RequestLimits, incarnation: int) -> Scheduler:
+    config = loaded.config
     cache = KVCacheManager(
         loaded.groups,
         loaded.num_blocks,
         config.cache.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
-    )
-    limits = RequestLimits(
-        max_model_len=config.scheduler.max_model_len,
-        vocab_size=model.vocab_size,
-        eos_token_ids=frozenset(model.eos_token_ids),
     )
     return Scheduler(config.scheduler, limits, cache, incarnation)

@@ -7,7 +7,6 @@ Reports each phase as it goes, so that whoever waits can tell progress from a ha
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from sonar.models.base import Model
 from sonar.models.registry import load_model
 from sonar.ops.registry import select_ops
 from sonar.ops.table import OpTable
+from sonar.packaged_model import Progress, no_progress
 from sonar.weights.open_weights import open_weights
 from sonar.worker.draw_plan import Vocabulary
 from sonar.worker.kv_cache import CacheLayout, KVCache
@@ -37,13 +37,6 @@ from sonar.worker.resolve import (
     resolve_config,
 )
 from sonar.worker.slots import SlotTable
-
-Progress = Callable[[str, int, int], None]
-"""(phase, done, total): total 0 = unknown."""
-
-
-def no_progress(phase: str, done: int, total: int) -> None:
-    """For callers that show none."""
 
 
 @dataclass(frozen=True)
