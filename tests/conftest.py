@@ -29,3 +29,9 @@ def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer
     """One demo server for all tests that only read from it."""
     with running_demo(tmp_path_factory.mktemp("demo")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> ModelSource:
+    """The demo model, from the cache every process of this host shares; downloaded the first time."""
+    return resolve_model("smollm2-135m")
