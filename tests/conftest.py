@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from sonar.model_source import ModelSource, resolve_model
+
 from .demo_server import DemoServer, running_demo
 
 OPT_IN = {
