@@ -212,8 +212,14 @@ class Fault(_Message, frozen=True, kw_only=True):
     traceback: str
 
 
+class Draining(_Message, frozen=True, kw_only=True):
+    """Lead -> head: the process was told to end (SIGTERM); send it no new request. Open ones go on; `Drained` follows."""
+
+    incarnation: int
+
+
 class Drained(_Message, frozen=True, kw_only=True):
-    """Lead -> head: answer to `Drain`."""
+    """Lead -> head: answer to `Drain`, and the end of what `Draining` began; the process exits with 0."""
 
     incarnation: int
 
@@ -225,7 +231,7 @@ class Pong(_Message, frozen=True, kw_only=True):
     number: int
 
 
-LeadToHead = LeadHello | LoadProgress | LeadReady | Tokens | KVEvents | LeadStats | Fault | Drained | Pong
+LeadToHead = LeadHello | LoadProgress | LeadReady | Tokens | KVEvents | LeadStats | Fault | Draining | Drained | Pong
 
 
 # --- lead -> every rank of its replica --------------------------------------------------------------------------------

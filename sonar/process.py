@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from sonar.errors import SonarError
 
+# A worker's exit code when its settings or model are the user's fault: the same start would fail again (EX_CONFIG).
+EXIT_USER_ERROR = 78
 _PR_SET_PDEATHSIG = 1
 
 

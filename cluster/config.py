@@ -1,0 +1,170 @@
+"""Settings of a cluster: frozen dataclasses, composed, checked at construction. Torch-free.
+
+What one engine needs is `sonar.config.EngineConfig`; the HTTP API's own settings are `cluster.api.settings`. Every time
+is in seconds. Read by the head; the parts an agent needs reach it in messages.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sonar.config import EngineConfig
+from sonar.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+MAX_NAME_LENGTH = 100
+DEFAULT_CONTROL_PORT = 2243
+
+
+def check_name(kind: str, name: str) -> None:
+    """Raises `ConfigError` unless a name can be part of ids, file names and labels."""
+    if not _NAME.fullmatch(name) or len(name) > MAX_NAME_LENGTH:
+        raise ConfigError(
+            f"{kind}={name[:200]!r}; use letters, digits, '.', '_' and '-', at most {MAX_NAME_LENGTH}", param=kind
+        )
+
+
+@dataclass(frozen=True)
+class DeploymentConfig:
+    """A model with its settings.
+
+    Attributes:
+        name: its id, and the name of its replicas, "<name>-<index>".
+        engine_config: of each replica; `parallel` gives its ranks.
+        served_name: what clients call the model; empty = name. May hold slashes.
+        engine: which engine an agent starts, a key of its table of engines.
+        max_queued: requests the head holds while no replica has room; one more is refused with `CapacityError`.
+    """
+
+    name: str
+    engine_config: EngineConfig
+    replicas: int = 1
+    served_name: str = ""
+    engine: str = "sonar"
+    max_queued: int = 1024
+
+    def __post_init__(self) -> None:
+        check_name("deployment", self.name)
+        check_name("engine", self.engine)
+        for name, low in (("replicas", 0), ("max_queued", 1)):
+            if not low <= getattr(self, name) <= 10_000:
+                raise ConfigError(f"{name}={getattr(self, name)}; choose {low} to 10000", param=name)
+
+    @property
+    def model(self) -> str:
+        """The name clients use."""
+        return self.served_name or self.name
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How long the head waits, and for what. None bounds a whole start: a slow load that makes progress goes on.
+
+    Attributes:
+        heartbeat_interval_s: between an agent's heartbeats.
+        heartbeat_timeout_s: silence of a host's agent and all its leads, after which the host is lost.
+        start_s: from StartWorker until the process runs and its lead is connected.
+        load_stall_s: without progress in a replica's start.
+        hang_s: without news from a ready replica's engine loop, which speaks at least once a second between steps. One
+            step of a large batch on a busy CPU may take most of this.
+        drain_s: for open requests, when a replica or the head stops.
+        kill_grace_s: between SIGTERM and SIGKILL.
+        fence_s: for the exit reports of a killed replica, before its ranks are taken for dead without them.
+    """
+
+    heartbeat_interval_s: float = 0.5
+    heartbeat_timeout_s: float = 3.0
+    start_s: float = 60.0
+    load_stall_s: float = 180.0
+    hang_s: float = 60.0
+    drain_s: float = 30.0
+    kill_grace_s: float = 5.0
+    fence_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value < 1e6:
+                raise ConfigError(f"{name}={value}; must be above 0", param=name)
+        if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
+            raise ConfigError(
+                f"heartbeat_timeout_s={self.heartbeat_timeout_s} is below two intervals of "
+                f"{self.heartbeat_interval_s}: one late heartbeat would lose a host; raise it",
+                param="heartbeat_timeout_s",
+            )
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """What follows the end of a replica that nobody asked for.
+
+    The first restart is at once; the n-th failure in a row waits backoff_s * 2^(n-2), at most backoff_max_s. A replica
+    that served for stable_s starts counting anew. After crash_limit failures in a row it counts as failed and is tried
+    again each retry_s (0: never), so that a mended host heals the cluster.
+    """
+
+    backoff_s: float = 0.5
+    backoff_max_s: float = 30.0
+    crash_limit: int = 5
+    stable_s: float = 30.0
+    retry_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.crash_limit < 1:
+            raise ConfigError(f"crash_limit={self.crash_limit}; must be at least 1", param="crash_limit")
+        for name in ("backoff_s", "backoff_max_s", "stable_s", "retry_s"):
+            if not 0 <= getattr(self, name) < 1e6:
+                raise ConfigError(f"{name}={getattr(self, name)}; must be 0 or above", param=name)
+
+    def delay_s(self, failures: int) -> float:
+        """Wait before the start that follows this many failures in a row."""
+        if failures <= 1:
+            return 0.0
+        return float(min(self.backoff_max_s, self.backoff_s * 2 ** min(failures - 2, 30)))
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """Where the head listens. Port 0 takes a free one; control is for agents and leads, never for clients."""
+
+    http_host: str = "127.0.0.1"
+    http_port: int = 2242
+    control_host: str = "127.0.0.1"
+    control_port: int = DEFAULT_CONTROL_PORT
+
+    def __post_init__(self) -> None:
+        for name in ("http_port", "control_port"):
+            if not 0 <= getattr(self, name) < 65536:
+                raise ConfigError(f"{name}={getattr(self, name)} is no port; choose 0 to 65535", param=name)
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Everything a head is started with.
+
+    Attributes:
+        state_dir: the head's own folder (mode 700): store, token, logs.
+        token_file: the join token; None = `join.token` in state_dir. Created when absent.
+    """
+
+    state_dir: Path
+    deployments: tuple[DeploymentConfig, ...] = ()
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+    token_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        for kind, names in (
+            ("deployment", [d.name for d in self.deployments]),
+            ("served_name", [d.model for d in self.deployments]),
+        ):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise ConfigError(f"{kind} {twice[0]!r} is given twice; names are unique", param=kind)
+
+    @property
+    def token_path(self) -> Path:
+        """Where the join token lies."""
+        return self.token_file or self.state_dir / "join.token"

@@ -1,0 +1,106 @@
+"""What happens to a cluster, as `ClusterState.handle` takes it: plain data, no sockets, no clock.
+
+Made by the head's shell from messages, process exits and time; by the simulator and tests from nothing. Messages that
+say all there is are used as they are (`WorkerExited` and its like, `sonar.messages` of a lead).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.config import DeploymentConfig
+from cluster.messages import Register, StartFailed, WorkerExited, WorkerRef, WorkerStarted
+from sonar.messages import Drained, Draining, Fault, LeadHello, LeadReady, LeadStats, LoadProgress
+
+
+@dataclass(frozen=True)
+class DeploymentApplied:
+    """An operator wants this deployment, or another number of its replicas."""
+
+    config: DeploymentConfig
+
+
+@dataclass(frozen=True)
+class DeploymentRemoved:
+    """An operator wants it gone; its replicas drain."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class NodeRegistered:
+    """An agent said hello. agent_id: number of that start of the agent."""
+
+    agent_id: int
+    register: Register
+
+
+@dataclass(frozen=True)
+class AgentSpoke:
+    """A heartbeat, with the workers that live there."""
+
+    node_id: str
+    agent_id: int
+    running: tuple[WorkerRef, ...]
+
+
+@dataclass(frozen=True)
+class AgentReported:
+    """An agent's report about one of its workers."""
+
+    node_id: str
+    agent_id: int
+    report: WorkerStarted | StartFailed | WorkerExited
+
+
+@dataclass(frozen=True)
+class NodeGone:
+    """An agent left, or its process is known to have ended (then its workers have too). reason: for the status."""
+
+    node_id: str
+    agent_id: int | None
+    reason: str
+
+
+LeadMessage = LeadHello | LoadProgress | LeadReady | LeadStats | Fault | Draining | Drained
+
+
+@dataclass(frozen=True)
+class LeadSpoke:
+    """A lead's message about its engine's life (tokens do not pass here). incarnation: of the connection."""
+
+    replica_id: str
+    incarnation: int
+    message: LeadMessage
+
+
+@dataclass(frozen=True)
+class NodeDrainRequested:
+    """An operator wants no work on a node (or again: drain=False)."""
+
+    node_id: str
+    drain: bool = True
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """The cluster ends: every replica drains, none is started any more."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed; several a second."""
+
+
+Event = (
+    DeploymentApplied
+    | DeploymentRemoved
+    | NodeRegistered
+    | AgentSpoke
+    | AgentReported
+    | NodeGone
+    | LeadSpoke
+    | NodeDrainRequested
+    | StopRequested
+    | Tick
+)

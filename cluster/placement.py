@@ -1,0 +1,102 @@
+"""Where the ranks of a replica go: a pure function of what the nodes have free.
+
+A tensor-parallel group stays inside one host when one has room for it (its all-reduces are the traffic that cannot
+wait); the groups of a replica prefer a host that it is on already; replicas spread out. Accelerators are exclusive; a
+CPU host takes any number of ranks, the least loaded host first. Does not know memory needs: the worker's start says so.
+Called by `cluster.state` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sonar.config import Device
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """A node that takes work. free_devices: indices of accelerators that no worker holds."""
+
+    node_id: str
+    num_devices: int
+    free_devices: tuple[int, ...]
+    num_workers: int
+
+    def without(self, devices: tuple[int, ...]) -> NodeView:
+        """The node after one more rank took these devices."""
+        free = tuple(index for index in self.free_devices if index not in devices)
+        return NodeView(self.node_id, self.num_devices, free, self.num_workers + 1)
+
+
+class RankPlacement(NamedTuple):
+    """One rank's host and accelerators (none on a CPU)."""
+
+    rank: int
+    node_id: str
+    devices: tuple[int, ...]
+
+
+class Unplaceable(NamedTuple):
+    """Why there is no place now, with what is free, for the status."""
+
+    reason: str
+
+
+class _Room:
+    """What is left while a replica's groups are placed one after the other."""
+
+    def __init__(self, nodes: Sequence[NodeView], use_devices: bool, failures: Mapping[str, int]) -> None:
+        self.use_devices = use_devices
+        self.workers = {node.node_id: node.num_workers for node in nodes}
+        self.free = {node.node_id: list(node.free_devices) for node in nodes}
+        self.failures = failures
+        self.taken: set[str] = set()
+
+    def best(self, num_ranks: int) -> str | None:
+        """The host to give so many ranks to; None when none has room for them."""
+        fitting = [n for n in self.free if not self.use_devices or len(self.free[n]) >= num_ranks]
+        return min(fitting, key=self._order, default=None)
+
+    def roomiest(self) -> str | None:
+        """The host with most free devices, for a group that fits in none; None when all are full."""
+        node_id = max(self.free, key=lambda n: (len(self.free[n]), n in self.taken))
+        return node_id if self.free[node_id] else None
+
+    def _order(self, node_id: str) -> tuple[int, bool, int, int, str]:
+        spare = len(self.free[node_id]) if self.use_devices else 0
+        return (self.failures.get(node_id, 0), node_id not in self.taken, self.workers[node_id], spare, node_id)
+
+    def take(self, node_id: str) -> tuple[int, ...]:
+        """Devices of one more rank on that host."""
+        self.taken.add(node_id)
+        self.workers[node_id] += 1
+        return (self.free[node_id].pop(0),) if self.use_devices else ()
+
+
+def place_replica(
+    world_size: int, tp_size: int, device: Device, nodes: Sequence[NodeView], failures: Mapping[str, int]
+) -> list[RankPlacement] | Unplaceable:
+    """Places all ranks or none.
+
+    Args:
+        world_size: ranks, a multiple of tp_size; ranks k*tp_size .. (k+1)*tp_size-1 are one tensor-parallel group.
+        device: auto means accelerators if any node has one.
+        nodes: those that take work now.
+        failures: node id -> how often this replica failed there lately; such hosts come last.
+    """
+    if not nodes:
+        return Unplaceable("no node is up; start an agent on a host and join it")
+    use_devices = device == "cuda" or (device == "auto" and any(node.num_devices for node in nodes))
+    room = _Room(nodes, use_devices, failures)
+    placed: list[RankPlacement] = []
+    for first in range(0, world_size, tp_size):
+        whole = room.best(tp_size)
+        for rank in range(first, first + tp_size):
+            node_id = whole or room.roomiest()
+            if node_id is None:
+                free = ", ".join(f"{node.node_id} {len(node.free_devices)}/{node.num_devices}" for node in nodes)
+                return Unplaceable(f"needs {world_size} accelerators; free of all: {free}")
+            placed.append(RankPlacement(rank, node_id, room.take(node_id)))
+    return placed

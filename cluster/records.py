@@ -1,0 +1,144 @@
+"""Records of `ClusterState`: nodes, replicas and their ranks, each a plain mutable dataclass owned by the state.
+
+Only `cluster.state` and `cluster.replica_life` change them; others see `cluster.status`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+from cluster.messages import HardwareFacts, WorkerRef
+from sonar.messages import LeadReady
+
+
+class NodeState(Enum):
+    """UP: takes part. LOST: silent for too long, or its agent ended; its workers count as dead."""
+
+    UP = "up"
+    LOST = "lost"
+
+
+class ReplicaState(Enum):
+    """Life of a replica; one incarnation lives from STARTING to the end of STOPPING.
+
+    PLACING: waits for room. STARTING: workers are being spawned. LOADING: they run, the engine is being built. READY:
+    takes requests. DRAINING: finishes open ones. STOPPING: killed or asked to end, exits awaited. BACKOFF: waits before
+    the next start. FAILED: gave up (see `RestartPolicy`). STOPPED: gone, as wanted.
+    """
+
+    PLACING = "placing"
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPING = "stopping"
+    BACKOFF = "backoff"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+ALIVE_STATES = frozenset({ReplicaState.STARTING, ReplicaState.LOADING, ReplicaState.READY, ReplicaState.DRAINING})
+
+
+@dataclass
+class NodeRecord:
+    """A host with an agent.
+
+    Attributes:
+        agent_id: of the agent's present start. agent_seen_s: its last sign of life; seen_s: the same with its leads'.
+        is_drained: an operator wants no work there.
+        running: workers reported as running there that belong to present incarnations.
+        held: devices of workers whose incarnation is over but whose exit was not reported; nothing is placed on them, and
+            the agent is told to kill them again at kill_again_s.
+    """
+
+    node_id: str
+    agent_id: int
+    hardware: HardwareFacts
+    versions: dict[str, str]
+    agent_seen_s: float
+    seen_s: float
+    state: NodeState = NodeState.UP
+    is_drained: bool = False
+    note: str = ""
+    running: set[WorkerRef] = field(default_factory=set)
+    held: dict[WorkerRef, tuple[int, ...]] = field(default_factory=dict)
+    kill_again_s: float = 0.0
+
+
+@dataclass
+class RankRecord:
+    """A rank's worker. is_alive: not known to have ended (also while it is being spawned); pid 0 until it runs."""
+
+    node_id: str
+    devices: tuple[int, ...]
+    pid: int = 0
+    log_path: str = ""
+    is_alive: bool = True
+
+
+@dataclass
+class StartProgress:
+    """How far a start is. changed_s: when it last moved; a repeat of the same figures is no progress."""
+
+    phase: str = ""
+    done: int = 0
+    total: int = 0
+    changed_s: float = 0.0
+
+
+@dataclass
+class FailureRecord:
+    """Failures in a row, and the last end of an incarnation.
+
+    Attributes:
+        by_node: where they happened. log_tail: last lines of the rank that ended first.
+        is_permanent: the same start would fail again (the user's fault).
+    """
+
+    count: int = 0
+    by_node: dict[str, int] = field(default_factory=dict)
+    reason: str = ""
+    log_tail: str = ""
+    is_permanent: bool = False
+
+
+@dataclass
+class ReplicaRecord:
+    """One engine instance over all its incarnations.
+
+    Attributes:
+        due_s: the deadline of STARTING, DRAINING and STOPPING, or when the next start is due (BACKOFF, FAILED).
+        since_s: when the state began. news_s: last word of the engine loop.
+        note: why it waits, for people. is_routed: an OpenRoute has not been closed. is_wanted: it shall run.
+    """
+
+    replica_id: str
+    deployment: str
+    state: ReplicaState = ReplicaState.PLACING
+    incarnation: int = 0
+    ranks: dict[int, RankRecord] = field(default_factory=dict)
+    since_s: float = 0.0
+    due_s: float = math.inf
+    news_s: float = 0.0
+    note: str = ""
+    is_routed: bool = False
+    is_wanted: bool = True
+    was_ready: bool = False
+    ready: LeadReady | None = None
+    progress: StartProgress = field(default_factory=StartProgress)
+    failure: FailureRecord = field(default_factory=FailureRecord)
+
+    def worker(self, rank: int) -> WorkerRef:
+        """Name of a rank of the present incarnation."""
+        return WorkerRef(replica_id=self.replica_id, incarnation=self.incarnation, rank=rank)
+
+    def alive_ranks(self) -> list[tuple[int, RankRecord]]:
+        """Ranks whose worker may still run."""
+        return [(number, rank) for number, rank in self.ranks.items() if rank.is_alive]
+
+    def enter(self, state: ReplicaState, now: float, due_s: float = math.inf) -> None:
+        """Changes the state."""
+        self.state, self.since_s, self.due_s = state, now, due_s

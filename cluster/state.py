@@ -1,0 +1,392 @@
+"""The cluster as a pure state machine: `handle(event, now)` returns what is to be done. No socket, process or clock.
+
+Owns membership: nodes, deployments, replicas. Each replica's transitions are in `cluster.replica_life`, the choice of
+hosts in `cluster.placement`. Does not see requests or tokens. Called by the head's shell, by the simulator, and by
+tests that feed it years of faults in a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import assert_never
+
+from cluster.commands import Announce, Command, ResyncRoute, SendToAgent
+from cluster.config import DeploymentConfig, RestartPolicy, Timeouts
+from cluster.events import (
+    AgentReported,
+    AgentSpoke,
+    DeploymentApplied,
+    DeploymentRemoved,
+    Event,
+    LeadSpoke,
+    NodeDrainRequested,
+    NodeGone,
+    NodeRegistered,
+    StopRequested,
+    Tick,
+)
+from cluster.messages import (
+    KillReplica,
+    Refused,
+    Register,
+    RegisterAgain,
+    Registered,
+    StartFailed,
+    WorkerExited,
+    WorkerRef,
+    WorkerStarted,
+)
+from cluster.placement import NodeView, Unplaceable, place_replica
+from cluster.records import ALIVE_STATES, NodeRecord, NodeState, ReplicaRecord, ReplicaState
+from cluster.replica_life import End, ReplicaLife
+from sonar.messages import Drained, Draining, Fault, LeadHello, LeadReady, LeadStats, LoadProgress
+from sonar.transport import PROTOCOL_VERSION
+
+# A gap between ticks above this means that the head itself did not run (a stopped or starved process): the silence it
+# finds is its own, and no peer is to be declared lost for it.
+TICK_GAP_S = 1.0
+LOST_NODE_KEPT_S = 900.0
+FAULT_GRACE_S = 2.0
+
+
+class ClusterState:
+    """Owner of nodes, deployments and replicas.
+
+    Args:
+        versions: this head's; an agent with another "sonar" is refused by name.
+        incarnations: replica id -> highest incarnation ever given, from the store.
+    """
+
+    def __init__(
+        self,
+        timeouts: Timeouts,
+        restart: RestartPolicy,
+        versions: Mapping[str, str],
+        incarnations: Mapping[str, int],
+    ) -> None:
+        self.nodes: dict[str, NodeRecord] = {}
+        self.deployments: dict[str, DeploymentConfig] = {}
+        self.replicas: dict[str, ReplicaRecord] = {}
+        self.is_stopping = False
+        self._timeouts = timeouts
+        self._versions = dict(versions)
+        self._incarnations = dict(incarnations)
+        self._life = ReplicaLife(self.nodes, timeouts, restart)
+        self._last_tick_s: float | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether everything has ended after `StopRequested`."""
+        return self.is_stopping and not self.replicas
+
+    def is_current(self, replica_id: str, incarnation: int) -> bool:
+        """Whether messages of that incarnation are to be listened to."""
+        replica = self.replicas.get(replica_id)
+        return replica is not None and replica.incarnation == incarnation and replica.state in ALIVE_STATES
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        """Takes one event in; returns commands in the order they are to be carried out. `now` never goes back."""
+        out: list[Command] = []
+        match event:
+            case AgentSpoke():
+                self._agent_spoke(event, out, now)
+                return out
+            case LeadSpoke():
+                self._lead_spoke(event, out, now)
+                if isinstance(event.message, LeadStats | LoadProgress):
+                    return out  # the frequent ones change nothing that has to be settled
+            case AgentReported():
+                self._agent_reported(event, out, now)
+            case Tick():
+                self._tick(out, now)
+            case NodeRegistered():
+                self._node_registered(event, out, now)
+            case NodeGone():
+                node = self.nodes.get(event.node_id)
+                if node is not None and event.agent_id in (None, node.agent_id):
+                    self._lose_node(node, event.reason, out, now)
+            case DeploymentApplied():
+                self.deployments[event.config.name] = event.config
+                self._set_wanted(event.config.name, event.config.replicas, out, now)
+            case DeploymentRemoved():
+                self.deployments.pop(event.name, None)
+                self._set_wanted(event.name, 0, out, now)
+            case NodeDrainRequested():
+                self._drain_node(event, out, now)
+            case StopRequested():
+                self.is_stopping = True
+                for replica in self.replicas.values():
+                    self._life.request_stop(replica, out, now)
+            case _:
+                assert_never(event)
+        self._settle(out, now)
+        return out
+
+    # --- nodes ------------------------------------------------------------------------------------------------------
+
+    def _node_registered(self, event: NodeRegistered, out: list[Command], now: float) -> None:
+        register, agent_id = event.register, event.agent_id
+        node_id = register.node_id
+        refusal = self._refusal(event)
+        if refusal:
+            out.append(SendToAgent(node_id, agent_id, Refused(reason=refusal)))
+            out.append(Announce(f"refused node {node_id}: {refusal}", is_failure=True))
+            return
+        old = self.nodes.get(node_id)
+        if old is not None and old.agent_id != agent_id:
+            out.append(SendToAgent(node_id, old.agent_id, Refused(reason="another agent of this node took over")))
+        node = NodeRecord(node_id, agent_id, register.hardware, register.versions, now, now)
+        node.is_drained = old is not None and old.is_drained
+        self.nodes[node_id] = node
+        out.append(SendToAgent(node_id, agent_id, Registered(heartbeat_interval_s=self._timeouts.heartbeat_interval_s)))
+        if old is None or old.state is NodeState.LOST or old.agent_id != agent_id:
+            out.append(Announce(f"node {node_id} joined", is_failure=False))
+        self._compare_workers(node, register, old is not None and old.agent_id == agent_id, out, now)
+
+    def _refusal(self, event: NodeRegistered) -> str:
+        """Why an agent may not join; empty when it may."""
+        register = event.register
+        if register.protocol != PROTOCOL_VERSION:
+            return f"protocol {register.protocol} there, {PROTOCOL_VERSION} here: install the same Sonar on both"
+        theirs, ours = register.versions.get("sonar", "?"), self._versions.get("sonar", "?")
+        if theirs != ours:
+            return f"Sonar {theirs} there, {ours} here: install the same version on both"
+        old = self.nodes.get(register.node_id)
+        if self.is_stopping and (old is None or old.agent_id != event.agent_id):
+            return "the head is stopping"
+        if (
+            old is not None
+            and old.agent_id != event.agent_id
+            and old.state is NodeState.UP
+            and old.hardware.boot_id != register.hardware.boot_id
+        ):
+            return (
+                f"another host ({old.hardware.hostname}) is the node {register.node_id}: give this one another node id"
+            )
+        return ""
+
+    def _compare_workers(
+        self, node: NodeRecord, register: Register, is_same_agent: bool, out: list[Command], now: float
+    ) -> None:
+        """What lives on the host against what should: strangers are killed, missing ranks are dead."""
+        running = {item.worker: item for item in register.running}
+        for ref, item in running.items():
+            if self._runs_on(ref, node.node_id):
+                self._life.worker_started(self.replicas[ref.replica_id], ref.rank, item.pid, item.log_path, now)
+            else:
+                node.held[ref] = tuple(item.devices)
+                self._kill_stale(node, ref, out)
+        for replica in self.replicas.values():
+            missing = [
+                number
+                for number, rank in replica.alive_ranks()
+                if rank.node_id == node.node_id
+                and replica.worker(number) not in running
+                and not (is_same_agent and not rank.pid)  # its StartWorker may be on the way
+            ]
+            if missing:
+                end = End(f"ranks {missing} are not on {node.node_id} any more", is_failure=False)
+                self._life.ranks_lost(replica, missing, end, out, now)
+
+    def _agent_spoke(self, event: AgentSpoke, out: list[Command], now: float) -> None:
+        node = self.nodes.get(event.node_id)
+        if node is not None and node.agent_id == event.agent_id and node.state is NodeState.UP:
+            node.agent_seen_s = node.seen_s = now
+            if node.running | node.held.keys() == set(event.running):
+                return
+        out.append(SendToAgent(event.node_id, event.agent_id, RegisterAgain()))
+
+    def _runs_on(self, ref: WorkerRef, node_id: str) -> bool:
+        """Whether that worker is thought to live there."""
+        replica = self.replicas.get(ref.replica_id)
+        rank = replica.ranks.get(ref.rank) if replica and replica.incarnation == ref.incarnation else None
+        return rank is not None and rank.node_id == node_id and rank.is_alive
+
+    def _agent_reported(self, event: AgentReported, out: list[Command], now: float) -> None:
+        node = self.nodes.get(event.node_id)
+        if node is None or node.agent_id != event.agent_id or node.state is not NodeState.UP:
+            return  # it will register (again) and say then what runs
+        node.agent_seen_s = node.seen_s = now
+        report, ref = event.report, event.report.worker
+        replica = self.replicas.get(ref.replica_id)
+        if replica is None or not self._runs_on(ref, node.node_id):
+            if isinstance(report, WorkerStarted):
+                self._kill_stale(node, ref, out)
+            else:
+                node.held.pop(ref, None)
+            return
+        match report:
+            case WorkerStarted():
+                self._life.worker_started(replica, ref.rank, report.pid, report.log_path, now)
+            case StartFailed() if replica.state in ALIVE_STATES:
+                self._life.start_failed(replica, report, out, now)
+            case StartFailed():
+                gone = WorkerExited(worker=ref, pid=0, exit_code=0, signal=0, log_tail=report.error, was_asked=True)
+                self._life.worker_exited(replica, gone, out, now)
+            case WorkerExited():
+                self._life.worker_exited(replica, report, out, now)
+            case _:
+                assert_never(report)
+
+    @staticmethod
+    def _kill_stale(node: NodeRecord, ref: WorkerRef, out: list[Command]) -> None:
+        kill = KillReplica(replica_id=ref.replica_id, incarnation=ref.incarnation)
+        out.append(SendToAgent(node.node_id, node.agent_id, kill))
+
+    def _lose_node(self, node: NodeRecord, reason: str, out: list[Command], now: float) -> None:
+        if node.state is NodeState.LOST:
+            return
+        node.state, node.note, node.seen_s = NodeState.LOST, reason, now
+        node.held.clear()
+        out.append(Announce(f"node {node.node_id} is lost: {reason}", is_failure=True))
+        for replica in self.replicas.values():
+            lost = [number for number, rank in replica.alive_ranks() if rank.node_id == node.node_id]
+            if lost:
+                end = End(f"node {node.node_id}: {reason}", is_failure=False)
+                self._life.ranks_lost(replica, lost, end, out, now)
+
+    def _drain_node(self, event: NodeDrainRequested, out: list[Command], now: float) -> None:
+        node = self.nodes.get(event.node_id)
+        if node is None:
+            return
+        node.is_drained = event.drain
+        for replica in self.replicas.values() if event.drain else ():
+            if replica.state is ReplicaState.READY and any(r.node_id == node.node_id for r in replica.ranks.values()):
+                self._life.drain(replica, out, now, ask_lead=True)
+
+    # --- replicas ---------------------------------------------------------------------------------------------------
+
+    def _lead_spoke(self, event: LeadSpoke, out: list[Command], now: float) -> None:
+        replica = self.replicas.get(event.replica_id)
+        if replica is None or not self.is_current(event.replica_id, event.incarnation):
+            return
+        node = self.nodes[replica.ranks[0].node_id]
+        node.seen_s, replica.news_s = now, now
+        is_serving = replica.state in (ReplicaState.READY, ReplicaState.DRAINING)
+        match event.message:
+            case LeadHello():
+                replica.progress.changed_s = now
+                if is_serving:
+                    out.append(ResyncRoute(replica.replica_id, replica.incarnation))
+            case LoadProgress(phase=phase, done=done, total=total):
+                progress = replica.progress
+                if (progress.phase, progress.done, progress.total) != (phase, done, total):
+                    progress.phase, progress.done, progress.total, progress.changed_s = phase, done, total, now
+            case LeadReady():
+                if not is_serving:
+                    self._life.became_ready(replica, event.message, out, now)
+            case LeadStats():
+                pass
+            case Fault(rank=rank, step=step, error=error):
+                reason = f"rank {rank} faulted after step {step}: {error}"
+                end = End(reason, blames_requests=True, grace_s=FAULT_GRACE_S, node_id=node.node_id)
+                self._life.end(replica, end, out, now)
+            case Draining():
+                if replica.state is ReplicaState.READY:
+                    self._life.drain(replica, out, now, ask_lead=False)
+            case Drained():
+                self._life.end(replica, End("drained", is_failure=False, grace_s=self._timeouts.kill_grace_s), out, now)
+            case _:
+                assert_never(event.message)
+
+    def _set_wanted(self, deployment: str, count: int, out: list[Command], now: float) -> None:
+        """Replicas 0..count-1 of a deployment shall run, no others."""
+        for index in range(count if not self.is_stopping else 0):
+            replica_id = f"{deployment}-{index}"
+            replica = self.replicas.setdefault(
+                replica_id, ReplicaRecord(replica_id, deployment, incarnation=self._incarnations.get(replica_id, 0))
+            )
+            replica.is_wanted = True
+            if replica.state in (ReplicaState.FAILED, ReplicaState.STOPPED):
+                replica.failure.count = 0
+                replica.enter(ReplicaState.PLACING, now)
+        names = {f"{deployment}-{index}" for index in range(count)}
+        for replica in self.replicas.values():
+            if replica.deployment == deployment and replica.replica_id not in names:
+                self._life.request_stop(replica, out, now)
+
+    def _tick(self, out: list[Command], now: float) -> None:
+        gap_s = 0.0 if self._last_tick_s is None else now - self._last_tick_s
+        self._last_tick_s = now
+        if gap_s > TICK_GAP_S:
+            self._forgive(gap_s, now)
+        for node in list(self.nodes.values()):
+            silent_s = now - node.seen_s
+            if node.state is NodeState.UP and silent_s >= self._timeouts.heartbeat_timeout_s:
+                self._lose_node(node, f"silent for {silent_s:.1f} s", out, now)
+            elif node.state is NodeState.LOST and silent_s >= LOST_NODE_KEPT_S:
+                del self.nodes[node.node_id]
+            elif node.held and now >= node.kill_again_s:
+                node.kill_again_s = now + self._timeouts.fence_s
+                for ref in node.held:
+                    self._kill_stale(node, ref, out)
+        for replica in self.replicas.values():
+            self._life.tick(replica, out, now)
+
+    def _forgive(self, gap_s: float, now: float) -> None:
+        """The head was away for gap_s: nobody is to blame for not having been heard in that time."""
+        for node in self.nodes.values():
+            node.agent_seen_s = min(now, node.agent_seen_s + gap_s)
+            node.seen_s = min(now, node.seen_s + gap_s)
+        for replica in self.replicas.values():
+            replica.news_s = min(now, replica.news_s + gap_s)
+            replica.progress.changed_s = min(now, replica.progress.changed_s + gap_s)
+            if replica.state in (ReplicaState.STARTING, ReplicaState.STOPPING):
+                replica.due_s += gap_s
+
+    def _settle(self, out: list[Command], now: float) -> None:
+        """After an event: forget what has stopped, start what waits for nothing but room."""
+        waiting: list[ReplicaRecord] = []
+        for replica in list(self.replicas.values()):
+            if replica.state is ReplicaState.STOPPED:
+                del self.replicas[replica.replica_id]
+            elif replica.state is ReplicaState.BACKOFF and now >= replica.due_s:
+                replica.enter(ReplicaState.PLACING, now)
+            if replica.state is ReplicaState.PLACING:
+                waiting.append(replica)
+        if waiting:
+            self._place(waiting, out, now)
+
+    def _place(self, waiting: list[ReplicaRecord], out: list[Command], now: float) -> None:
+        views = self._views(now)
+        no_room: dict[tuple[int, int, str], Unplaceable] = {}
+        for replica in waiting:
+            config = self.deployments[replica.deployment]
+            parallel, device = config.engine_config.parallel, config.engine_config.device
+            need = (parallel.world_size, parallel.tp_size, device)
+            placed = no_room.get(need) or place_replica(
+                parallel.world_size, parallel.tp_size, device, list(views.values()), replica.failure.by_node
+            )
+            if isinstance(placed, Unplaceable):
+                no_room[need], replica.note = placed, placed.reason
+                continue
+            for place in placed:
+                views[place.node_id] = views[place.node_id].without(place.devices)
+            replica.incarnation = self._incarnations.get(replica.replica_id, 0) + 1
+            self._incarnations[replica.replica_id] = replica.incarnation
+            self._life.start(replica, placed, config, out, now)
+
+    def _views(self, now: float) -> dict[str, NodeView]:
+        """Nodes that take work: up, not drained, their agent awake (a lead's word alone does not spawn anything)."""
+        taken: dict[str, list[int]] = {}
+        workers: dict[str, int] = {}
+        for replica in self.replicas.values():
+            for _, rank in replica.alive_ranks():
+                taken.setdefault(rank.node_id, []).extend(rank.devices)
+                workers[rank.node_id] = workers.get(rank.node_id, 0) + 1
+        views = {}
+        for node in self.nodes.values():
+            is_awake = now - node.agent_seen_s < self._timeouts.heartbeat_timeout_s
+            if node.state is not NodeState.UP or node.is_drained or not is_awake:
+                continue
+            held = {*taken.get(node.node_id, ()), *(index for devices in node.held.values() for index in devices)}
+            indices = [device.index for device in node.hardware.devices]
+            free = tuple(index for index in indices if index not in held)
+            views[node.node_id] = NodeView(node.node_id, len(indices), free, workers.get(node.node_id, 0))
+        return views
+
+
+def is_new_settings(old: DeploymentConfig | None, new: DeploymentConfig) -> bool:
+    """Whether applying `new` over `old` changes more than the number of replicas."""
+    return old is not None and dataclasses.replace(old, replicas=new.replicas) != new
