@@ -1,4 +1,4 @@
-"""Small GGUF files for tests: of chosen entries and tensors, or of a tiny transformers model, as converters write them."""
+"""Small GGUF files for tests: of chosen entries and tensors, or of a tiny model, as converters write them."""
 
 from __future__ import annotations
 
