@@ -115,14 +115,14 @@ def _dtype(fields: Fields) -> str:
     return dtype
 
 
-def _one_rope(fields: Fields, arguments: dict[str, Any], theta: float) -> dict[LayerKind, RopeConfig]:
-    """The rotary settings of a family that has one for all its layers. theta: the family's default."""
+def _set_rope(fields: Fields, arguments: dict[str, Any]) -> None:
+    """Give the layers the rotary settings of a family that has one kind of them. YaRN reaches beyond max_position."""
     written = fields.nested("rope_parameters") if fields.raw("rope_parameters") else fields.nested("rope_scaling")
-    rope = read_rope(written, fields, head_dim=arguments["head_dim"], theta=theta)
+    rope = read_rope(written, fields, head_dim=arguments["head_dim"], theta=10_000.0)
+    arguments["rope"] = dict.fromkeys(arguments["layer_kinds"], rope)
     if rope.scaling == "yarn":
         reach = int(rope.parameters["factor"] * rope.parameters["original_max_position_embeddings"])
         arguments["max_position"] = max(arguments["max_position"], reach)
-    return dict.fromkeys(arguments["layer_kinds"], rope)
 
 
 def _listed_kinds(fields: Fields, num_layers: int) -> tuple[LayerKind, ...] | None:
@@ -146,8 +146,8 @@ def _llama(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     arguments = _common(fields, eos_token_ids)
     has_bias = fields.get_bool("attention_bias", False)
     extra = {"o_proj_bias": has_bias, "mlp_bias": fields.get_bool("mlp_bias", False)}
-    rope = _one_rope(fields, arguments, theta=10_000.0)
-    return ModelConfig("llama", **arguments, rope=rope, qkv_bias=has_bias, extra=_flags(extra))
+    _set_rope(fields, arguments)
+    return ModelConfig("llama", **arguments, qkv_bias=has_bias, extra=_flags(extra))
 
 
 def _mistral(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
@@ -155,7 +155,8 @@ def _mistral(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     num_layers = arguments["num_layers"]
     all_layers = LayerKind.FULL if fields.raw("sliding_window") is None else LayerKind.SLIDING
     _set_window(fields, arguments, _listed_kinds(fields, num_layers) or (all_layers,) * num_layers)
-    return ModelConfig("mistral", **arguments, rope=_one_rope(fields, arguments, theta=10_000.0))
+    _set_rope(fields, arguments)
+    return ModelConfig("mistral", **arguments)
 
 
 def _qwen_kinds(fields: Fields, num_layers: int) -> tuple[LayerKind, ...]:
@@ -170,15 +171,16 @@ def _qwen_kinds(fields: Fields, num_layers: int) -> tuple[LayerKind, ...]:
 def _qwen2(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     arguments = _common(fields, eos_token_ids)
     _set_window(fields, arguments, _qwen_kinds(fields, arguments["num_layers"]))
-    return ModelConfig("qwen2", **arguments, rope=_one_rope(fields, arguments, theta=10_000.0), qkv_bias=True)
+    _set_rope(fields, arguments)
+    return ModelConfig("qwen2", **arguments, qkv_bias=True)
 
 
 def _qwen3(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     arguments = {**_common(fields, eos_token_ids), "head_dim": fields.get_int("head_dim", 128)}
     _set_window(fields, arguments, _qwen_kinds(fields, arguments["num_layers"]))
     has_bias = fields.get_bool("attention_bias", False)
-    rope = _one_rope(fields, arguments, theta=10_000.0)
-    return ModelConfig("qwen3", **arguments, rope=rope, qkv_bias=has_bias, extra=_flags({"o_proj_bias": has_bias}))
+    _set_rope(fields, arguments)
+    return ModelConfig("qwen3", **arguments, qkv_bias=has_bias, extra=_flags({"o_proj_bias": has_bias}))
 
 
 def _phi3(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
@@ -186,10 +188,10 @@ def _phi3(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     num_layers = arguments["num_layers"]
     all_layers = LayerKind.FULL if fields.raw("sliding_window") is None else LayerKind.SLIDING
     _set_window(fields, arguments, (all_layers,) * num_layers)
-    rope = _one_rope(fields, arguments, theta=10_000.0)
-    if any(kind.scaling != "none" for kind in rope.values()):  # what phi3 calls "yarn" or "su" is LongRoPE
+    _set_rope(fields, arguments)
+    if any(rope.scaling != "none" for rope in arguments["rope"].values()):  # what phi3 calls "yarn" or "su" is LongRoPE
         raise ModelError(f"{fields.where}: phi3 with a rope scaling (LongRoPE) is not supported", param="model")
-    return ModelConfig("phi3", **arguments, rope=rope)
+    return ModelConfig("phi3", **arguments)
 
 
 def _gemma3(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
