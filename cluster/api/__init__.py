@@ -1,0 +1,1 @@
+"""The HTTP API of the head: OpenAI's shapes in front of a `cluster.gateway.Gateway`. Start reading at `app`."""

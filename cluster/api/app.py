@@ -1,0 +1,129 @@
+"""The FastAPI application of the head: `create_app` puts the parts together. Start reading here.
+
+A request passes `RequestFrame` (id, metrics), `KeyCheck`, then a route. A generating route reads the body (`body`,
+`schemas`, `fields`), makes prompts (`prompts`) and sampling settings (`sampling`), and returns a `GenerationAnswer`,
+which runs the choices (`generation`, `choice`) and sends what a writer makes of them (`chat_format`,
+`completion_format`).
+Knows nothing of replicas: that is the gateway's side. Called by the head's main.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.api.asgi import CLIENT_CLOSED, ClientGoneError
+from cluster.api.errors import ApiError, to_api_error
+from cluster.api.generate_routes import generate_router
+from cluster.api.info_routes import info_router, tokenize_router
+from cluster.api.metrics import ApiMetrics
+from cluster.api.middleware import KeyCheck, RequestFrame
+from cluster.api.openapi import install_openapi
+from cluster.api.prompts import PromptBuilder
+from cluster.api.readiness import Readiness
+from cluster.api.services import Services
+from cluster.api.settings import ApiSettings
+from cluster.api.tokenizers import TokenizerPool
+from cluster.gateway import Gateway
+from sonar.errors import UserError
+from sonar.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(
+    gateway: Gateway,
+    settings: ApiSettings,
+    *,
+    registry: CollectorRegistry,
+    load_tokenizer: Callable[[str], Tokenizer],
+) -> FastAPI:
+    """The application, ready for any ASGI server.
+
+    Args:
+        registry: gets the API's metrics, and is what `/metrics` shows; hand in the head's own.
+        load_tokenizer: reads the tokenizer at a `ServedModel.path`; called in a thread, once a path.
+    """
+    tokenizers = TokenizerPool(load_tokenizer, settings)
+    services = Services(
+        gateway=gateway,
+        settings=settings,
+        tokenizers=tokenizers,
+        prompts=PromptBuilder(tokenizers, settings),
+        metrics=ApiMetrics(registry),
+        readiness=Readiness(gateway, tokenizers, settings),
+    )
+    app = FastAPI(
+        title="Sonar",
+        version=settings.version,
+        description="OpenAI-compatible serving; docs/api.md has the details.",
+        lifespan=lambda _: _lifespan(services),
+        redirect_slashes=False,
+    )
+    for router in (generate_router(services), tokenize_router(services), info_router(services)):
+        app.include_router(router)
+    _answer_errors(app, settings)
+    install_openapi(app, has_keys=bool(settings.api_keys))
+    # The last one added is the outermost. CORS is outside the key check: a preflight request carries no key.
+    app.add_middleware(KeyCheck, api_keys=settings.api_keys)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(RequestFrame, metrics=services.metrics)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(services: Services) -> AsyncIterator[None]:
+    """Load the tokenizers of the models there are while the server starts, so that no request waits for it."""
+    async with asyncio.TaskGroup() as group:
+        warmers = [group.create_task(_warm(services, path)) for path in {m.path for m in services.gateway.models()}]
+        try:
+            yield
+        finally:
+            for task in warmers:
+                task.cancel()
+            services.tokenizers.close()
+
+
+async def _warm(services: Services, path: str) -> None:
+    try:
+        await services.tokenizers.get(path)
+    except Exception:
+        # Not fatal: /ready names it, and each request tries again.
+        logger.exception("the tokenizer at %s could not be loaded", path)
+
+
+def _answer_errors(app: FastAPI, settings: ApiSettings) -> None:
+    """Every error in OpenAI's shape, the framework's own (404, 405) too."""
+
+    def answer(error: ApiError) -> Response:
+        return Response(error.body(), error.status, error.headers, "application/json")
+
+    async def on_known_error(_: Request, error: Exception) -> Response:
+        return answer(to_api_error(error, retry_after_s=settings.retry_after_s))
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        place = f"{request.method} {request.url.path}"
+        text = {404: f"{place}: no such route", 405: f"{place}: method not allowed"}.get(error.status_code)
+        headers = dict(error.headers or {})
+        return answer(ApiError(error.status_code, text or str(error.detail), code="invalid_url", headers=headers))
+
+    async def on_gone(_: Request, __: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED)
+
+    app.add_exception_handler(ApiError, on_known_error)
+    app.add_exception_handler(UserError, on_known_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(ClientGoneError, on_gone)
