@@ -73,15 +73,13 @@ class Request:
         slot: its seat in the workers, NO_SLOT unless RUNNING.
         blocks: what it holds of the KV cache.
         first_event: None once the first event is out.
-        is_preempted: it was running, and waits to run again.
-        leader: the request that was computing this one's next missing block when it was last passed over.
+        is_preempted: it has been running and lost its blocks.
     """
 
     __slots__ = (
         "blocks",
         "first_event",
         "is_preempted",
-        "leader",
         "num_computed",
         "num_total",
         "slot",
@@ -102,7 +100,6 @@ class Request:
         # An earlier incarnation has sent the prompt's log-probabilities with the first token.
         self.first_event: FirstEvent | None = FirstEvent(spec.sampling.prompt_logprobs is not None and not is_resumed)
         self.is_preempted = False
-        self.leader: Request | None = None
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -162,13 +159,18 @@ class Request:
 
     def event(self, token_id: int, logprobs: list[Logprob], finish: FinishReason | None) -> TokenEvent:
         """The event that reports the last known token. A stop id is among its tokens and counted."""
+        spec = self.spec
+        first = len(self.token_ids) - 1 - spec.prompt_len
+        rows = [logprobs] if logprobs else []
+        if finish is None and self.first_event is None:  # nearly always, and fewer fields are half the cost
+            return TokenEvent(request_id=spec.request_id, first=first, token_ids=[token_id], logprobs=rows)
         head = self._take_first_event()
         return TokenEvent(
-            request_id=self.spec.request_id,
-            first=len(self.token_ids) - 1 - self.spec.prompt_len,
+            request_id=spec.request_id,
+            first=first,
             token_ids=[token_id],
             finish=finish,
-            logprobs=[logprobs] if logprobs else [],
+            logprobs=rows,
             prompt_logprobs=head.prompt_logprobs if head else [],
             num_cached_tokens=max(0, head.num_cached_tokens) if head else -1,
             stop_token_id=token_id if finish is FinishReason.STOP else None,

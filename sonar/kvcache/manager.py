@@ -64,10 +64,9 @@ class KVCacheManager:
         """Blocks at the sequence's start that need not be computed, in every group; never all of its tokens.
 
         A full group must hold all of them, a sliding group only those that the next token's window reaches. Hashes all
-        full blocks of the sequence on the way.
+        full blocks of the sequence on the way. To be asked only when prefix caching is on.
         """
-        if not self.is_caching:
-            return 0
+        assert self.is_caching, "prefix caching is off"
         extend_hashes(blocks.hashes, token_ids, self.block_size, blocks.root)
         hit = (len(token_ids) - 1) // self.block_size
         before = -1
@@ -152,7 +151,7 @@ class KVCacheManager:
         """
         size = self.block_size
         full = min(num_computed, len(token_ids)) // size
-        if full <= blocks.num_registered:
+        if not self.is_caching or full <= blocks.num_registered:
             return
         hashes = blocks.hashes
         if len(hashes) < full:
@@ -169,7 +168,6 @@ class KVCacheManager:
             pool.release(table.ids)
             table.begin(0, [])
         blocks.num_registered = 0
-        blocks.quiet_end = 0
 
     # --- figures ---
 

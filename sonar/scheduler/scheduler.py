@@ -242,29 +242,24 @@ class Scheduler:
     def _plan_waiting(self, plan: StepPlan, now: float) -> None:
         """Admits waiting requests while budget, slots and blocks last; the first that does not fit ends it.
 
-        A request whose next missing block is being computed in this step is passed over: in a later step it will find
-        the block instead of computing it again. It cannot wait for ever, as its leader makes progress in this step.
+        A request whose next missing block is being computed in this step is passed over: in the next one it finds the
+        block instead of computing it again. It does not wait for long: what it waits for is computed in this step.
         """
-        if plan.is_short:
-            return
         size = self._cache.block_size
         for request in self._waiting:
             if plan.budget <= 0 or not self._slots.num_free:
                 break
-            if plan.still_leads(request, size):
-                continue
             hit = 0
-            if request.reads_prefix_cache:
+            if self._cache.is_caching and request.reads_prefix_cache:
                 hit = self._cache.find_prefix(request.blocks, request.token_ids)
-                is_useful = hit < (len(request.token_ids) - 1) // size
-                request.leader = plan.who_fills(request, hit) if is_useful else None
-                if request.leader is not None:
+                # The last token is always computed, so a block that ends with it could not be used.
+                can_use_next = hit < (len(request.token_ids) - 1) // size
+                if can_use_next and plan.fills(request.blocks.hashes[hit]):
                     continue
             if not self._admit(plan, request, hit, now):
                 break
         for request in plan.admitted:
             self._waiting.remove(request)
-            request.is_preempted = False
 
     def _admit(self, plan: StepPlan, request: Request, hit: int, now: float) -> bool:
         """Seats a waiting request if its blocks suffice, and plans its first chunk."""
@@ -279,7 +274,6 @@ class Scheduler:
         end = self._cache.grow(request.blocks, start, end)
         request.slot = self._slots.take()
         request.status = RequestStatus.RUNNING
-        request.leader = None
         insort(self._running, request, key=_rank)
         plan.add_chunk(request, end - start, self._cache.block_size)
         plan.admitted.append(request)
@@ -299,7 +293,6 @@ class Scheduler:
             if reached > start:
                 plan.grown.append(request)
                 return reached
-            plan.is_short = True
             victim = self._running[-1]
             if victim is request:
                 return start

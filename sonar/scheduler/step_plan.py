@@ -20,7 +20,6 @@ class StepPlan:
         chunks: request -> tokens it computes of what is known.
         admitted: those of `chunks` that take their slot in this step.
         grown: requests whose tables may have new entries.
-        is_short: a request that runs got no blocks, or took another's: no time to admit more.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -28,10 +27,9 @@ class StepPlan:
         self.chunks: dict[Request, int] = {}
         self.admitted: list[Request] = []
         self.grown: list[Request] = []
-        self.is_short = False
         self._max_tokens = max_tokens
         self._num_chunk_tokens = 0
-        self._filling: dict[bytes, Request] = {}
+        self._filling: set[bytes] = set()
 
     @property
     def budget(self) -> int:
@@ -43,8 +41,7 @@ class StepPlan:
         self.chunks[request] = num_tokens
         self._num_chunk_tokens += num_tokens
         start = request.num_computed
-        for block_hash in request.blocks.hashes[start // block_size : -(-(start + num_tokens) // block_size)]:
-            self._filling.setdefault(block_hash, request)
+        self._filling.update(request.blocks.hashes[start // block_size : -(-(start + num_tokens) // block_size)])
 
     def drop(self, request: Request) -> None:
         """Takes a request out again; the tokens return to the budget."""
@@ -53,21 +50,9 @@ class StepPlan:
         elif request in self.decodes:
             self.decodes.remove(request)
 
-    def who_fills(self, request: Request, hit: int) -> Request | None:
-        """The planned request that in this step computes block `hit` of this one, the first it did not find."""
-        hashes = request.blocks.hashes
-        return self._filling.get(hashes[hit]) if hit < len(hashes) else None
-
-    def still_leads(self, request: Request, block_size: int) -> bool:
-        """Whether this step goes on computing a prefix that `request` waits for.
-
-        One comparison instead of a look-up of the whole prefix: equal hashes of one block mean an equal prefix.
-        """
-        leader = request.leader
-        if leader is None or leader not in self.chunks:
-            return False
-        block, ours, theirs = leader.num_computed // block_size, request.blocks.hashes, leader.blocks.hashes
-        return block < min(len(ours), len(theirs)) and ours[block] == theirs[block]
+    def fills(self, block_hash: bytes) -> bool:
+        """Whether this step computes a block of this hash, or goes on with one that a later step completes."""
+        return block_hash in self._filling
 
 
 class RunningStep:

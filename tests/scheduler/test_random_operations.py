@@ -74,6 +74,8 @@ def test_every_read_is_the_requests_own_history(layout: Layout, overlap: bool, c
         caching=caching,
     )
     shared = [[rng.randrange(1, VOCAB_SIZE) for _ in range(40)] for _ in range(3)]
+    # The same blocks after another beginning: not the same prefix.
+    shared.append([1, 2, 3, 4, *shared[0][4:]])
     for number in range(OPERATIONS):
         choice = rng.random()
         if choice < 0.12:

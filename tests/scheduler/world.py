@@ -173,8 +173,12 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """All invariants, and that the router knows exactly the cached blocks."""
+        """All invariants, that no request holds more than its windows need, that the router knows what is cached."""
         self.scheduler.check()
+        for request in self.scheduler._running:
+            for group, table in zip(self.groups, request.blocks.tables):
+                limit = group.max_blocks(self.max_model_len, self.config.max_step_tokens, self.block_size)
+                assert len(table.ids) <= limit, f"{len(table.ids)} blocks of {group.kind}, {limit} at most"
         for event in self.scheduler.take_kv_events():
             if isinstance(event, BlockStored):
                 assert event.block_hash not in self.router
