@@ -13,8 +13,10 @@ from sonar.ops.table import SamplingTensors
 
 _WORD = 0xFFFFFFFF
 _GOLDEN_32 = 0x9E3779B1
-# Rows are drawn in runs of at most this many numbers: the hash and the logarithms hold several 8-byte copies of them.
-_MAX_DRAWN = 1 << 22
+# Rows are drawn in runs of at most this many numbers, of which the hash and the logarithms hold several 8-byte copies.
+# On a CPU they should stay in its cache (2^22 took twice as long a row); elsewhere each run costs launches.
+_MAX_DRAWN_CPU = 1 << 17
+_MAX_DRAWN = 1 << 24
 
 
 def sample(logits_SV: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -52,7 +54,7 @@ def _fmix32(word: Tensor) -> Tensor:
 
 def _draw(scaled_SV: Tensor, key_S2: Tensor) -> Tensor:
     """argmax of logits plus noise; a row of -inf alone gives id 0."""
-    step = max(1, _MAX_DRAWN // scaled_SV.shape[1])
+    step = max(1, (_MAX_DRAWN_CPU if scaled_SV.device.type == "cpu" else _MAX_DRAWN) // scaled_SV.shape[1])
     drawn = [
         (rows_SV + gumbel_noise(keys_S2, scaled_SV.shape[1])).argmax(dim=-1)
         for rows_SV, keys_S2 in zip(torch.split(scaled_SV, step), torch.split(key_S2, step), strict=True)

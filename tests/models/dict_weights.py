@@ -15,19 +15,20 @@ _CONV1D_ENDS = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 class DictWeights:
     """Hands out a model's tensors as `sonar.models.base.WeightSource` promises."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, device: str = "cpu") -> None:
         self.tensors: dict[str, Tensor] = {
             name: value.T.contiguous() if name.endswith(_CONV1D_ENDS) else value
             for name, value in model.state_dict().items()
         }
         self._dtype = dtype
+        self._device = device
         self._read: set[str] = set()
 
     def has(self, name: str) -> bool:
         return name in self.tensors
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._find(name, shape).to(self._dtype)
+        return self._find(name, shape).to(self._device, self._dtype)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         return PlainMatrix(self._find(name, shape))

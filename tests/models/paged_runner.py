@@ -6,6 +6,7 @@ window no longer reaches, so that reading one fails loudly.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -24,9 +25,10 @@ NUM_BLOCKS = 96
 class PagedRunner:
     """Holds the cache of one model and, per request, how far it is computed."""
 
-    def __init__(self, model: Model, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, model: Model, config: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> None:
         self._model = model
         self._config = config
+        self._device = device
         self._kinds = tuple(dict.fromkeys(config.layer_kinds))
         self._done: dict[int, int] = {}
         self._tables: dict[tuple[LayerKind, int], list[int]] = {}
@@ -35,7 +37,7 @@ class PagedRunner:
         for kind in self._kinds:
             layers = [i for i, of in enumerate(config.layer_kinds) if of is kind]
             shape = (NUM_BLOCKS, len(layers), 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-            cache = torch.full(shape, float("nan"), dtype=dtype)
+            cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
             views |= {layer: cache[:, place] for place, layer in enumerate(layers)}
         self._kv_layers = tuple(views[layer] for layer in range(config.num_layers))
 
@@ -47,11 +49,11 @@ class PagedRunner:
         metadata = {kind: self._metadata(kind, [r for r, _ in chunks], starts, lengths) for kind in self._kinds}
         positions = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
         batch = ForwardBatch(
-            token_ids_T=torch.tensor([token for _, tokens in chunks for token in tokens]),
-            positions_T=torch.cat(positions),
+            token_ids_T=torch.tensor([token for _, tokens in chunks for token in tokens], device=self._device),
+            positions_T=torch.cat(positions).to(self._device),
             kv_layers=self._kv_layers,
             attention=tuple(metadata[kind] for kind in self._config.layer_kinds),
-            logits_rows_S=torch.arange(sum(lengths)),
+            logits_rows_S=torch.arange(sum(lengths), device=self._device),
         )
         hidden_TD = self._model.forward(batch)
         for (request, _), start, length in zip(chunks, starts, lengths, strict=True):
@@ -77,10 +79,10 @@ class PagedRunner:
                 for position in range(starts[row], seq_lens[row])
             ]
         return AttentionMetadata(
-            block_table_RB=table_RB,
-            slot_mapping_T=torch.tensor(slots),
-            query_start_R1=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32),
-            seq_lens_R=torch.tensor(seq_lens, dtype=torch.int32),
+            block_table_RB=table_RB.to(self._device),
+            slot_mapping_T=torch.tensor(slots, device=self._device),
+            query_start_R1=torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self._device),
+            seq_lens_R=torch.tensor(seq_lens, dtype=torch.int32, device=self._device),
             num_decodes=next((i for i, length in enumerate(lengths) if length > 1), len(lengths)),
             max_query_len=max(lengths),
             max_seq_len=max(seq_lens),

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from sonar.config import LayerKind, ModelConfig
 from sonar.model_config_hf import read_hf_config
-from sonar.models.base import Model
 from sonar.models.registry import load_model
 from sonar.ops.registry import select_ops
 from tests.models.dict_weights import DictWeights
@@ -45,13 +44,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(reference, read_hf_config(folder), prompts, expected)
 
 
-def _load(case: Case, dtype: torch.dtype = torch.float32) -> Model:
-    weights = DictWeights(case.reference, dtype)
-    return load_model(case.config, weights, select_ops(torch.device("cpu"), dtype, "reference"))
-
-
-def _runner(case: Case, dtype: torch.dtype = torch.float32) -> PagedRunner:
-    return PagedRunner(_load(case, dtype), case.config, dtype)
+def _runner(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") -> PagedRunner:
+    weights = DictWeights(case.reference, dtype, device)
+    model = load_model(case.config, weights, select_ops(torch.device(device), dtype, "reference"))
+    return PagedRunner(model, case.config, dtype, device)
 
 
 def _assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -81,7 +77,16 @@ def test_prefill_in_uneven_chunks(case: Case) -> None:
 
 
 def test_mixed_prefill_and_decode_of_several_requests(case: Case) -> None:
-    runner = _runner(case)
+    _assert_mixed_steps_agree(case, _runner(case))
+
+
+@pytest.mark.gpu
+def test_mixed_steps_on_a_gpu(case: Case) -> None:
+    _assert_mixed_steps_agree(case, _runner(case, device="cuda"))
+
+
+def _assert_mixed_steps_agree(case: Case, runner: PagedRunner) -> None:
+    """Every request advances by a random number of tokens, now alone, now beside others."""
     actual: list[list[Tensor]] = [[] for _ in SEQ_LENS]
     done = [0] * len(SEQ_LENS)
     draw = random.Random(2)
@@ -96,7 +101,7 @@ def test_mixed_prefill_and_decode_of_several_requests(case: Case) -> None:
             actual[r].append(logits_TV)
             done[r] += lengths[r]
     for request, expected in enumerate(case.expected):
-        _assert_close(torch.cat(actual[request]), expected)
+        _assert_close(torch.cat(actual[request]).cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

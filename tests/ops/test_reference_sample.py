@@ -113,7 +113,7 @@ def test_a_row_is_drawn_alike_alone_and_in_a_batch(monkeypatch: pytest.MonkeyPat
     logits_SV = torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(0))
     together = _sample(logits_SV, rows)
     assert [_sample(logits_SV[i : i + 1], [row])[0] for i, row in enumerate(rows)] == together
-    monkeypatch.setattr(reference_sample, "_MAX_DRAWN", 3 * 300)
+    monkeypatch.setattr(reference_sample, "_MAX_DRAWN_CPU", 3 * 300)
     assert _sample(logits_SV, rows) == together
 
 
