@@ -159,18 +159,13 @@ class Request:
 
     def event(self, token_id: int, logprobs: list[Logprob], finish: FinishReason | None) -> TokenEvent:
         """The event that reports the last known token. A stop id is among its tokens and counted."""
-        spec = self.spec
-        first = len(self.token_ids) - 1 - spec.prompt_len
-        rows = [logprobs] if logprobs else []
-        if finish is None and self.first_event is None:  # nearly always, and fewer fields are half the cost
-            return TokenEvent(request_id=spec.request_id, first=first, token_ids=[token_id], logprobs=rows)
         head = self._take_first_event()
         return TokenEvent(
-            request_id=spec.request_id,
-            first=first,
+            request_id=self.spec.request_id,
+            first=len(self.token_ids) - 1 - self.spec.prompt_len,
             token_ids=[token_id],
             finish=finish,
-            logprobs=rows,
+            logprobs=[logprobs] if logprobs else [],
             prompt_logprobs=head.prompt_logprobs if head else [],
             num_cached_tokens=max(0, head.num_cached_tokens) if head else -1,
             stop_token_id=token_id if finish is FinishReason.STOP else None,

@@ -158,7 +158,7 @@ class Scheduler:
         logprobs = result.logprobs or [[]] * len(step.sampled)
         return [
             self._accept(request, token_id, its_logprobs, now)
-            for request, token_id, its_logprobs in zip(step.sampled, result.token_ids, logprobs)
+            for request, token_id, its_logprobs in zip(step.sampled, result.token_ids, logprobs, strict=True)
             if request not in dropped
         ]
 

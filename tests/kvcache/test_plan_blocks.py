@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sonar.config import LayerKind, ModelConfig
 from sonar.errors import CapacityError
 from sonar.kvcache.groups import CacheGroup, cache_groups
-from sonar.kvcache.plan import plan_blocks
+from sonar.kvcache.plan import longest_that_fits, plan_blocks
 
 F, S = LayerKind.FULL, LayerKind.SLIDING
 
@@ -103,6 +103,18 @@ def test_a_plan_fits_memory_and_one_longest_request(
     assert used <= memory < used + block_bytes[0]
     for group, count in zip(groups, blocks):
         assert count >= group.max_blocks(length, min(chunk, length), size)
+
+
+@given(st.integers(0, 30_000), st.integers(1, 40), st.integers(1, 64))
+def test_longest_that_fits_fits_and_one_more_does_not(memory: int, window: int, chunk: int) -> None:
+    groups = [CacheGroup(S, (0, 1), window), CacheGroup(F, (2,))]
+    longest = longest_that_fits(memory, groups, 2, 8, 300, chunk)
+    assert 0 <= longest <= 300
+    if longest:
+        plan_blocks(memory, groups, 2, 8, longest, chunk)
+    if longest < 300:
+        with pytest.raises(CapacityError):
+            plan_blocks(memory, groups, 2, 8, longest + 1, chunk)
 
 
 def test_sliding_groups_get_less_per_layer_than_full_ones() -> None:
