@@ -36,6 +36,8 @@ class DeploymentConfig:
         served_name: what clients call the model; empty = name. May hold slashes.
         engine: which engine an agent starts, a key of its table of engines.
         max_queued: requests the head holds while no replica has room; one more is refused with `CapacityError`.
+        queue_timeout_s: a request that no replica has taken for so long ends with an error; also one that has begun and
+            waits for a replica to be re-formed.
     """
 
     name: str
@@ -44,6 +46,7 @@ class DeploymentConfig:
     served_name: str = ""
     engine: str = "sonar"
     max_queued: int = 1024
+    queue_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         check_name("deployment", self.name)
@@ -51,6 +54,8 @@ class DeploymentConfig:
         for name, low in (("replicas", 0), ("max_queued", 1)):
             if not low <= getattr(self, name) <= 10_000:
                 raise ConfigError(f"{name}={getattr(self, name)}; choose {low} to 10000", param=name)
+        if not self.queue_timeout_s > 0:
+            raise ConfigError(f"queue_timeout_s={self.queue_timeout_s}; must be above 0", param="queue_timeout_s")
 
     @property
     def model(self) -> str:

@@ -16,7 +16,9 @@ from sonar.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One sequence to generate: `sampling.n` is 1 and `sampling.seed` is set."""
+    """One sequence to generate: `sampling.n` is 1 and `sampling.seed` is set.
+
+    session: requests of one session prefer one replica, whose cache knows them; empty = none."""
 
     request_id: str
     model: str
@@ -25,6 +27,7 @@ class GenerateRequest:
     priority: int = 0
     cache_salt: str = ""
     arrival_s: float = 0.0
+    session: str = ""
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,8 @@ class NodeRecord:
         agent_id: of the agent's present start. agent_seen_s: its last sign of life; seen_s: the same with its leads'.
         is_drained: an operator wants no work there.
         running: workers reported as running there that belong to present incarnations.
-        held: devices of workers whose incarnation is over but whose exit was not reported; nothing is placed on them, and
-            the agent is told to kill them again at kill_again_s.
+        held: devices of workers whose incarnation is over but whose exit was not reported; nothing is placed on them,
+            and the agent is told to kill them again at kill_again_s.
     """
 
     node_id: str

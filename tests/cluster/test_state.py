@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.commands import Announce, CloseRoute, DrainRoute, OpenRoute, ResyncRoute, SendToAgent
+from cluster.commands import Announce, CloseRoute, DrainRoute, ResyncRoute, SendToAgent
 from cluster.config import RestartPolicy, Timeouts
 from cluster.events import (
     AgentReported,
@@ -453,7 +453,7 @@ def perform_on_agent(world: World, operation: str, number: int, agent: FakeAgent
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 1000)), max_size=60))
 def test_any_history_keeps_the_invariants_and_ends_well(history) -> None:
-    """`World` asserts the invariants at each command; afterwards a healed cluster serves, and a stopped one is empty."""
+    """`World` asserts the invariants at each command; then a healed cluster serves, and a stopped one is empty."""
     world = World(restart=RestartPolicy(retry_s=20.0))
     world.join("n0")
     world.handle(DeploymentApplied(deployment("d0", replicas=2)))

@@ -69,7 +69,7 @@ def lead_stats(incarnation: int, steps: int = 0, **changes: int) -> LeadStats:
         "num_running num_waiting blocks_free blocks_cached blocks_in_use blocks_in_transit blocks_total prompt_tokens "
         "cached_tokens generated_tokens preemptions"
     )
-    values = {name: 0 for name in names.split()} | changes
+    values = dict.fromkeys(names.split(), 0) | changes
     return LeadStats(incarnation=incarnation, steps=steps, step_seconds=0.0, **values)
 
 

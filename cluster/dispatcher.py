@@ -1,0 +1,131 @@
+"""Requests that wait for a replica, and their sending: queues by deployment, order, routes, attempts.
+
+Owns queues and routes; every attempt begins and ends here, in the journal and at the replica. Does not see events or
+decide why an attempt ends (`cluster.requests`, its only caller).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import Protocol
+
+from cluster.journal import Journal
+from cluster.open_request import OpenRequest, RequestCounters
+from cluster.routing.routes import Route, RouteTable
+from sonar.messages import Abort, HeadToLead, Submit
+
+
+class LeadLink(Protocol):
+    """How messages get to leads."""
+
+    def send_to_lead(self, replica_id: str, incarnation: int, message: HeadToLead) -> bool:
+        """False when it could not be sent at all."""
+        ...
+
+
+_Queue = list[tuple[tuple[int, int], OpenRequest]]
+
+
+class Dispatcher:
+    """Owner of the waiting requests and of the routes."""
+
+    def __init__(self, journal: Journal, link: LeadLink, counters: RequestCounters) -> None:
+        self.routes: RouteTable[OpenRequest] = RouteTable()
+        self._journal = journal
+        self._link = link
+        self._counters = counters
+        self._queues: dict[str, _Queue] = {}
+
+    def num_waiting(self, deployment: str) -> int:
+        """Requests of a deployment that no replica has."""
+        return len(self._queues.get(deployment, ()))
+
+    def waiting(self, deployment: str) -> list[OpenRequest]:
+        """The same requests, in no order."""
+        return [request for _, request in self._queues.get(deployment, ())]
+
+    def put(self, request: OpenRequest, now: float) -> None:
+        """Queues a request; `run` sends it."""
+        request.queued_s = now
+        heapq.heappush(self._queues.setdefault(request.deployment, []), (request.order, request))
+
+    def put_back(self, request: OpenRequest, now: float) -> None:
+        """A request's attempt broke off: it waits again, ahead of those admitted after it."""
+        self._journal.assign(request.entry, "", 0)
+        self._counters.migrations += 1
+        request.broken_s = request.broken_s or now
+        self.put(request, now)
+
+    def withdraw(self, request: OpenRequest) -> None:
+        """Takes a request that has ended out of its queue, or from its replica.
+
+        There the attempt counts as load until the replica has said its last word on it."""
+        entry = request.entry
+        if not entry.replica_id:
+            queue = self._queues.get(request.deployment, [])
+            self._queues[request.deployment] = [item for item in queue if item[1] is not request]
+            heapq.heapify(self._queues[request.deployment])
+            return
+        route = self.routes.get(entry.replica_id, entry.incarnation)
+        attempt = route.attempts.get(entry.wire_id) if route else None
+        if route is not None and attempt is not None:
+            attempt.request = None
+            self._send_abort(route, entry.wire_id)
+
+    def restart(self, route: Route[OpenRequest], wire_ids: Iterable[str], now: float) -> None:
+        """Gives attempts up whose messages may be lost; their requests begin another one."""
+        for wire_id in list(wire_ids):
+            attempt = route.remove(wire_id)
+            if attempt is not None:
+                self._send_abort(route, wire_id)
+                if attempt.request is not None:
+                    self.put_back(attempt.request, now)
+
+    def run(self, deployment: str) -> None:
+        """Sends waiting requests to replicas with room, in order; of the suspects one at a time."""
+        queue = self._queues.get(deployment, [])
+        held: _Queue = []
+        while queue:
+            item = heapq.heappop(queue)
+            request = item[1]
+            if request.strikes.is_suspect and self._has_suspect(deployment):
+                held.append(item)
+            elif not self._send(request):
+                held.append(item)
+                break
+        for item in held:
+            heapq.heappush(queue, item)
+
+    def _has_suspect(self, deployment: str) -> bool:
+        attempts = (attempt for route in self.routes.of(deployment) for attempt in route.attempts.values())
+        return any(a.request is not None and a.request.strikes.is_suspect for a in attempts)
+
+    def _send(self, request: OpenRequest) -> bool:
+        """Sends a request to the best replica; False when none takes it now."""
+        entry = request.entry
+        asked, emitted = entry.request, entry.emitted_token_ids
+        tokens = asked.prompt_token_ids + emitted
+        while chosen := self.routes.choose(request.deployment, tokens, asked.cache_salt, asked.session):
+            route, decision = chosen
+            self._journal.assign(entry, route.replica_id, route.incarnation)
+            submit = Submit(
+                incarnation=route.incarnation,
+                request_id=entry.wire_id,
+                prompt_token_ids=asked.prompt_token_ids,
+                sampling=asked.sampling,
+                emitted_token_ids=list(emitted),
+                priority=asked.priority,
+                cache_salt=asked.cache_salt,
+            )
+            if self._link.send_to_lead(route.replica_id, route.incarnation, submit):
+                route.add(entry.wire_id, request, decision.scores[0].uncached)
+                self._counters.tokens_replayed += len(emitted)
+                return True
+            route.is_reachable = False
+        self._journal.assign(entry, "", 0)
+        return False
+
+    def _send_abort(self, route: Route[OpenRequest], wire_id: str) -> None:
+        abort = Abort(incarnation=route.incarnation, request_id=wire_id)
+        self._link.send_to_lead(route.replica_id, route.incarnation, abort)

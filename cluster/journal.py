@@ -1,0 +1,88 @@
+"""The journal of requests: what was asked, what has been handed out, and who computes it now.
+
+What it holds is all that a request needs to go on elsewhere. In memory here; the contract is small so that an embedded
+database or a store shared by heads can stand behind it. Called by `cluster.requests`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cluster.gateway import GenerateRequest
+from sonar.messages import FinishReason
+
+
+@dataclass
+class JournalEntry:
+    """One request; owned by the journal and changed through it alone.
+
+    Attributes:
+        number: counts admissions; the order of equal priorities.
+        emitted_token_ids: handed to the client, each once.
+        replica_id, incarnation: who computes it; "" while it waits. attempt: how often it was sent to a replica.
+    """
+
+    number: int
+    request: GenerateRequest
+    emitted_token_ids: list[int] = field(default_factory=list)
+    replica_id: str = ""
+    incarnation: int = 0
+    attempt: int = 0
+
+    @property
+    def wire_id(self) -> str:
+        """What the engine calls the present attempt. A number of its own each, so that words of an earlier one that
+        was given up are never taken for this one's. Unique: an id ends at its last tilde."""
+        return f"{self.request.request_id}~{self.attempt}"
+
+
+class Journal(Protocol):
+    """Keeper of open requests."""
+
+    def admit(self, request: GenerateRequest) -> JournalEntry:
+        """Writes a new request down, before anything else is done for it."""
+        ...
+
+    def assign(self, entry: JournalEntry, replica_id: str, incarnation: int) -> None:
+        """A new attempt begins there; replica_id "" takes the request back from where it was."""
+        ...
+
+    def append(self, entry: JournalEntry, token_ids: list[int]) -> None:
+        """Tokens are about to be handed out."""
+        ...
+
+    def close(self, entry: JournalEntry, finish: FinishReason) -> None:
+        """The request has ended; its entry can go."""
+        ...
+
+    def open_entries(self) -> list[JournalEntry]:
+        """Requests that have not ended, oldest first."""
+        ...
+
+
+class MemoryJournal:
+    """A journal that lives as long as its head."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, JournalEntry] = {}
+        self._next_number = 0
+
+    def admit(self, request: GenerateRequest) -> JournalEntry:
+        entry = JournalEntry(self._next_number, request)
+        self._entries[entry.number] = entry
+        self._next_number += 1
+        return entry
+
+    def assign(self, entry: JournalEntry, replica_id: str, incarnation: int) -> None:
+        entry.replica_id, entry.incarnation = replica_id, incarnation
+        entry.attempt += bool(replica_id)
+
+    def append(self, entry: JournalEntry, token_ids: list[int]) -> None:
+        entry.emitted_token_ids.extend(token_ids)
+
+    def close(self, entry: JournalEntry, finish: FinishReason) -> None:
+        del self._entries[entry.number]
+
+    def open_entries(self) -> list[JournalEntry]:
+        return list(self._entries.values())

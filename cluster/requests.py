@@ -1,0 +1,238 @@
+"""Open requests: admission, tokens back in order, and what becomes of them when a replica dies.
+
+A request ends in exactly one terminal event, and each of its tokens is handed out once, whatever happens to the
+replicas: what was emitted is in the journal, and an attempt that breaks off is followed by another that goes on after
+it. Does not know sockets, HTTP, or why replicas come and go. Called by `cluster.head_gateway` (requests) and the head
+(routes, leads' messages).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from cluster.config import DeploymentConfig
+from cluster.dispatcher import Dispatcher, LeadLink
+from cluster.gateway import GenerateRequest
+from cluster.journal import Journal
+from cluster.open_request import OpenRequest, RequestCounters, news_of, terminal_event
+from cluster.routing.routes import Route
+from cluster.streams import RequestStream
+from cluster.suspects import strike_all
+from sonar.errors import CapacityError, UserError
+from sonar.messages import FinishReason, KVEvents, LeadReady, LeadStats, TokenEvent, Tokens
+
+Clock = Callable[[], float]
+
+
+class RequestTable:
+    """Owner of open requests and their streams.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, journal: Journal, link: LeadLink, clock: Clock) -> None:
+        self.counters = RequestCounters()
+        self._journal = journal
+        self._clock = clock
+        self._dispatcher = Dispatcher(journal, link, self.counters)
+        self._routes = self._dispatcher.routes
+        self._deployments: dict[str, DeploymentConfig] = {}
+        self._open: dict[str, OpenRequest] = {}
+        self._is_closed = False
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    def num_waiting(self, deployment: str) -> int:
+        """Requests of a deployment that no replica has."""
+        return self._dispatcher.num_waiting(deployment)
+
+    def routes(self) -> list[Route[OpenRequest]]:
+        """The serving replicas, to be read only."""
+        return list(self._routes)
+
+    def set_deployments(self, deployments: Iterable[DeploymentConfig]) -> None:
+        """What is served from now on; requests for what is not end with an error."""
+        self._deployments = {config.model: config for config in deployments}
+        names = {config.name for config in self._deployments.values()}
+        for request in list(self._open.values()):
+            if request.deployment not in names:
+                self._fail(request, f"the model {request.entry.request.model} is not deployed any more")
+
+    def close_to_new(self) -> None:
+        """The head stops: open requests go on, new ones are refused."""
+        self._is_closed = True
+
+    def open(self, request: GenerateRequest, *, ignore_limit: bool = False) -> RequestStream:
+        """Admits a request and sends it on its way.
+
+        Raises:
+            CapacityError: the queue is full, or the head is stopping.
+            UserError: no such model, or the id is in use.
+        """
+        config = self._deployments.get(request.model)
+        if config is None:
+            raise UserError(f"model={request.model!r} is not deployed", param="model", code="model_not_found")
+        if request.request_id in self._open:
+            raise UserError(f"request_id={request.request_id!r} is in use; give another", param="request_id")
+        if self._is_closed:
+            self.counters.refused += 1
+            raise CapacityError("the server is stopping; ask another one", code="server_stopping")
+        if not ignore_limit and self.num_waiting(config.name) >= config.max_queued:
+            self.counters.refused += 1
+            raise CapacityError(
+                f"{config.max_queued} requests wait for {config.model} already; try again later", code="queue_full"
+            )
+        self.counters.accepted += 1
+        entry = self._journal.admit(request)
+        opened = OpenRequest(entry, config.name, RequestStream(), self._clock())
+        self._open[request.request_id] = opened
+        self._dispatcher.put(opened, self._clock())
+        self._dispatcher.run(config.name)
+        return opened.stream
+
+    def abort(self, request_id: str, finish: FinishReason = FinishReason.ABORT) -> None:
+        """Ends a request at once, whatever its replica does; unknown ids are ignored."""
+        request = self._open.get(request_id)
+        if request is not None:
+            self._dispatcher.withdraw(request)
+            self._finish(request, terminal_event(request, finish))
+            self._dispatcher.run(request.deployment)
+
+    def fail_waiting(self, deployment: str, reason: str) -> None:
+        """No replica will come: requests that wait for one end with an error."""
+        for request in self._dispatcher.waiting(deployment):
+            self._fail(request, reason)
+
+    def tick(self) -> None:
+        """About once a second: tries unreachable replicas again, ends requests that have waited too long."""
+        now = self._clock()
+        for route in self._routes:
+            route.is_reachable = True
+        for config in self._deployments.values():
+            for request in self._dispatcher.waiting(config.name):
+                if now - request.queued_s > config.queue_timeout_s:
+                    self._fail(request, f"no replica of {config.model} took it within {config.queue_timeout_s:.0f} s")
+            self._dispatcher.run(config.name)
+
+    # --- replicas ---------------------------------------------------------------------------------------------------
+
+    def open_route(self, replica_id: str, incarnation: int, deployment: str, ready: LeadReady) -> None:
+        """A replica takes requests; those that waited for one go there."""
+        self._routes.open(replica_id, incarnation, deployment, ready)
+        self._dispatcher.run(deployment)
+
+    def drain_route(self, replica_id: str, incarnation: int) -> None:
+        """A replica takes no new request."""
+        route = self._routes.get(replica_id, incarnation)
+        if route is not None:
+            route.is_draining = True
+
+    def close_route(self, replica_id: str, incarnation: int, *, blames_requests: bool) -> None:
+        """A replica's incarnation is over: its requests wait for another, in their old order."""
+        route = self._routes.get(replica_id, incarnation)
+        if route is None:
+            return
+        self._routes.close(route)
+        now = self._clock()
+        present = [attempt.request for attempt in route.attempts.values() if attempt.request is not None]
+        convicted = strike_all([(r.strikes, r.num_emitted) for r in present]) if blames_requests else None
+        for index, request in enumerate(present):
+            if index == convicted:
+                self.counters.convicted += 1
+                self._fail(request, f"{request.strikes.count} replicas in a row died computing this request; given up")
+            else:
+                self._dispatcher.put_back(request, now)
+        self._dispatcher.run(route.deployment)
+
+    def resync_route(self, replica_id: str, incarnation: int) -> None:
+        """The connection was made anew: whatever was sent or said may be lost, so every attempt begins again."""
+        route = self._routes.get(replica_id, incarnation)
+        if route is not None:
+            route.next_sequence, route.is_reachable = None, True
+            route.index.forget()
+            self._dispatcher.restart(route, route.attempts, self._clock())
+            self._dispatcher.run(route.deployment)
+
+    def on_stats(self, replica_id: str, stats: LeadStats) -> None:
+        """A lead's figures."""
+        route = self._routes.get(replica_id, stats.incarnation)
+        if route is not None:
+            route.stats = stats
+
+    def on_kv_events(self, replica_id: str, message: KVEvents) -> bool:
+        """Changes of a prefix cache. False when they are of no serving incarnation."""
+        route = self._routes.get(replica_id, message.incarnation)
+        if route is not None and not route.index.apply(message):
+            self.counters.sequence_gaps += 1
+        return route is not None
+
+    def on_tokens(self, replica_id: str, message: Tokens) -> bool:
+        """A step's events. False when they are of no serving incarnation, or a repeat."""
+        route = self._routes.get(replica_id, message.incarnation)
+        if route is None or (route.next_sequence is not None and message.sequence < route.next_sequence):
+            return False
+        is_gap = route.next_sequence is not None and message.sequence > route.next_sequence
+        route.next_sequence = message.sequence + 1
+        told = {event.request_id for event in message.events}
+        if is_gap:
+            # What was lost may have been an end: attempts that this message does not carry on begin again.
+            self.counters.sequence_gaps += 1
+            self._dispatcher.restart(route, [w for w in route.attempts if w not in told], self._clock())
+        for event in message.events:
+            self._on_event(route, event)
+        if is_gap or any(event.finish is not None for event in message.events):
+            self._dispatcher.run(route.deployment)
+        return True
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _on_event(self, route: Route[OpenRequest], event: TokenEvent) -> None:
+        attempt = route.attempts.get(event.request_id)
+        if attempt is None:
+            self.counters.late_events += 1
+            return
+        request = attempt.request
+        if request is not None and event.first > request.num_emitted:
+            self.counters.sequence_gaps += 1
+            self._dispatcher.restart(route, [event.request_id], self._clock())
+            self._dispatcher.run(route.deployment)
+            return
+        route.saw_token(attempt)
+        if event.finish is not None:
+            route.remove(event.request_id)
+        if request is not None:
+            self.counters.repeated_tokens += min(request.num_emitted - event.first, len(event.token_ids))
+            self._deliver(request, news_of(event, request))
+
+    def _deliver(self, request: OpenRequest, event: TokenEvent) -> None:
+        if event.token_ids:
+            self._journal.append(request.entry, event.token_ids)
+            self.counters.tokens += len(event.token_ids)
+            request.has_prompt_news = True
+            if request.broken_s is not None:
+                self.counters.count_pause(self._clock() - request.broken_s)
+                request.broken_s = None
+            if request.strikes.clear_by_progress(request.num_emitted):
+                self._dispatcher.run(request.deployment)  # the next suspect may go
+        if event.finish is not None:
+            self._finish(request, event)
+        elif event.token_ids:
+            request.stream.push(event)
+
+    def _fail(self, request: OpenRequest, error: str) -> None:
+        self._dispatcher.withdraw(request)
+        self._finish(request, terminal_event(request, FinishReason.ERROR, error))
+
+    def _finish(self, request: OpenRequest, event: TokenEvent) -> None:
+        assert event.finish is not None and not request.is_done
+        request.is_done = True
+        del self._open[request.entry.request.request_id]
+        self._journal.close(request.entry, event.finish)
+        self.counters.finished[event.finish] += 1
+        request.stream.push(event)

@@ -1,0 +1,1 @@
+"""Which replica computes a request: what is known of each replica, and the choice."""
