@@ -85,11 +85,8 @@ class Tokenizer:
         Raises:
             UserError: the text holds lone surrogates, which no encoding has.
         """
-        try:
-            ids = self.core.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:
-            problem = f"text has a lone surrogate at character {error.start}; send valid Unicode"
-            raise UserError(problem, code="invalid_text") from error
+        _refuse_surrogates(text)
+        ids = self.core.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens:
             return [*self._special.prefix_ids, *ids, *self._special.suffix_ids]
         return list(ids)
@@ -123,6 +120,7 @@ class Tokenizer:
         """Ids of a text as it stands within a longer one, without the space SentencePiece puts before a beginning."""
         if self.strip_left == 0:
             return self.encode(word, add_special_tokens=False)
+        _refuse_surrogates(word)
         return [token.id for token in self.core.model.tokenize(word.replace(" ", self._decoder.space))]
 
     def apply_chat_template(
@@ -151,6 +149,15 @@ class Tokenizer:
     def _named_id(self, role: str) -> int | None:
         name = self._special.names.get(role)
         return None if name is None else self.token_to_id(name)
+
+
+def _refuse_surrogates(text: str) -> None:
+    """JSON can carry halves of characters, which no encoding has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"text has a lone surrogate at character {error.start}; send valid Unicode"
+        raise UserError(problem, code="invalid_text") from error
 
 
 def strip_spaces(text: str, count: int) -> tuple[str, int]:
