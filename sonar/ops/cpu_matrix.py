@@ -1,0 +1,125 @@
+"""Linear layers and embeddings on the compiled kernels, from dense and GGUF-quantized matrices.
+
+Weights are repacked once, at load, for the register tile, in the bits they are stored in; the types the kernels do not
+know are widened to float32 first. Built into its table by `sonar.ops.cpu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import Tensor
+
+from sonar.errors import ModelError
+from sonar.ops import _cpu
+from sonar.ops.cpu_arena import Arena
+from sonar.ops.cpu_rows import as_float32
+from sonar.ops.reference_matrix import dequantize_rows
+from sonar.ops.table import EmbeddingFn, GGUFMatrix, LinearFn, Matrix, PlainMatrix
+
+_PLAIN_TYPES = {
+    torch.float32: GGMLQuantizationType.F32,
+    torch.float16: GGMLQuantizationType.F16,
+    torch.bfloat16: GGMLQuantizationType.BF16,
+}
+_MAX_PARTS = 8  # of one plan in csrc/cpu/linear.cpp
+
+
+class MatrixOps:
+    """The linear and embedding factories of one compute dtype and activation mode. Owns the arena of packed weights."""
+
+    def __init__(self, dtype: torch.dtype, *, is_int8: bool) -> None:
+        self._dtype = dtype
+        self._is_int8 = is_int8
+        self._arena = Arena()
+
+    def linear(self, parts: Sequence[Matrix], bias_N: Tensor | None) -> LinearFn:
+        """See `sonar.ops.table.LinearFactory`.
+
+        Raises:
+            ModelError: a quantization that cannot be read, or rows of a length that does not fit it.
+        """
+        assert 1 <= len(parts) <= _MAX_PARTS, f"{len(parts)} parts"
+        num_out, num_in = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        bias = None if bias_N is None else as_float32(bias_N).clone()
+        arguments, kept, first = [], [bias], 0
+        for part in parts:
+            kind, rows_NX = _stored_rows(part)
+            packed = self._pack(kind, rows_NX, num_in)
+            bias_address = 0 if bias is None else bias.data_ptr() + 4 * first
+            is_int8 = self._is_int8 and kind not in _PLAIN_TYPES.values()
+            arguments += [int(kind), int(is_int8), part.shape[0], packed.data_ptr(), bias_address]
+            kept.append(packed)
+            first += part.shape[0]
+        return _Linear(_cpu.linear_plan(num_in, *arguments), num_out, self._dtype, tuple(kept))
+
+    def embedding(self, table: Matrix) -> EmbeddingFn:
+        """See `sonar.ops.table.EmbeddingFactory`. Rows are read where they are stored. Raises as `linear`."""
+        kind, rows_VX = _stored_rows(table)
+        num_rows, size, dtype = *table.shape, self._dtype
+        row_bytes = rows_VX.stride(0) * rows_VX.element_size()
+
+        def embedding(token_ids_T: Tensor) -> Tensor:
+            ids = token_ids_T.contiguous()
+            out = torch.empty((ids.shape[0], size))
+            _cpu.embedding(
+                kind, rows_VX.data_ptr(), row_bytes, num_rows, size, ids.data_ptr(), ids.shape[0], out.data_ptr()
+            )
+            return out if dtype is torch.float32 else out.to(dtype)
+
+        return embedding
+
+    def _pack(self, kind: GGMLQuantizationType, rows_NX: Tensor, num_columns: int) -> Tensor:
+        num_rows = rows_NX.shape[0]
+        packed = self._arena.take(_cpu.packed_bytes(kind, num_rows, num_columns))
+        row_bytes = rows_NX.stride(0) * rows_NX.element_size()
+        _cpu.pack(kind, rows_NX.data_ptr(), row_bytes, num_rows, num_columns, packed.data_ptr())
+        return packed
+
+
+class _Linear:
+    """A `LinearFn`. Owns the plan, and with it the weights and the bias, which the plan only points to."""
+
+    def __init__(
+        self, plan: _cpu.LinearPlan, num_out: int, dtype: torch.dtype, kept: tuple[Tensor | None, ...]
+    ) -> None:
+        self._plan = plan
+        self._num_out = num_out
+        self._is_float32 = dtype is torch.float32
+        self._dtype = dtype
+        self._kept = kept
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        x = as_float32(x_TK)
+        num_rows, num_in = x.shape
+        y_TN = torch.empty((num_rows, self._num_out))
+        _cpu.linear(self._plan, x.data_ptr(), num_in, num_rows, y_TN.data_ptr(), self._num_out)
+        return y_TN if self._is_float32 else y_TN.to(self._dtype)
+
+
+def _stored_rows(matrix: Matrix) -> tuple[GGMLQuantizationType, Tensor]:
+    """A type the kernels know and rows in it, contiguous each, on the CPU: views where possible."""
+    if isinstance(matrix, PlainMatrix):
+        weight_NK = matrix.weight_NK.cpu()
+        if weight_NK.dtype not in _PLAIN_TYPES:
+            weight_NK = weight_NK.to(torch.float32)
+        return _PLAIN_TYPES[weight_NK.dtype], weight_NK if weight_NK.stride(1) == 1 else weight_NK.contiguous()
+    kind = GGMLQuantizationType.__members__.get(matrix.type_name)
+    if kind is None or not _cpu.packed_bytes(kind, 1, 256):
+        return GGMLQuantizationType.F32, dequantize_rows(matrix, 0, matrix.shape[0])
+    _check_row(matrix, kind)
+    return kind, matrix.raw_NX.cpu() if matrix.raw_NX.stride(1) == 1 else matrix.raw_NX.cpu().contiguous()
+
+
+def _check_row(matrix: GGUFMatrix, kind: GGMLQuantizationType) -> None:
+    """The kernels read as many bytes as the shape says: they must be there."""
+    block_numbers, block_bytes = GGML_QUANT_SIZES[kind]
+    found = matrix.raw_NX.shape[1] * matrix.raw_NX.element_size()
+    if matrix.num_columns % block_numbers or found != matrix.num_columns // block_numbers * block_bytes:
+        raise ModelError(
+            f"a row of {matrix.num_columns} numbers in {kind.name} takes {block_bytes} bytes for each {block_numbers}, "
+            f"not {found} in all: the file is corrupt",
+            param="model",
+        )
