@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ class Served:
 
     gateway: FakeGateway
     port: int
-    loop: asyncio.AbstractEventLoop
+    registry: CollectorRegistry
 
     @property
     def url(self) -> str:
@@ -34,6 +35,17 @@ class Served:
     def openai(self, key: str = "none") -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
 
+    def wait_idle(self) -> None:
+        """Until the gateway has no open request; a test that waits in vain fails."""
+        deadline = time.monotonic() + 5
+        while self.gateway.open_ids:
+            assert time.monotonic() < deadline, f"still open: {self.gateway.open_ids}"
+            time.sleep(0.002)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A sample of /metrics; 0 when there is none yet."""
+        return self.registry.get_sample_value(name, labels) or 0.0
+
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=20)
 
@@ -41,7 +53,8 @@ class Served:
 @contextmanager
 def serve(gateway: FakeGateway, settings: ApiSettings) -> Iterator[Served]:
     """Run the API in a thread until the block ends."""
-    app = create_app(gateway, settings, registry=CollectorRegistry(), load_tokenizer=lambda path: byte_tokenizer())
+    registry = CollectorRegistry()
+    app = create_app(gateway, settings, registry=registry, load_tokenizer=lambda path: byte_tokenizer())
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
     started = threading.Event()
@@ -52,7 +65,7 @@ def serve(gateway: FakeGateway, settings: ApiSettings) -> Iterator[Served]:
         while not server.started:
             await asyncio.sleep(0.005)
         port = server.servers[0].sockets[0].getsockname()[1]
-        found.append(Served(gateway, port, asyncio.get_running_loop()))
+        found.append(Served(gateway, port, registry))
         started.set()
         await task
 
