@@ -1,7 +1,7 @@
 """What one draw needs beside the logits: settings of its rows as tensors, keys, and places to read and write history.
 
 Built on the host before the forward pass. Whatever follows from which requests are in the batch (`Composition`) is kept
-while the batch stays the same, so that decode steps of the same requests rebuild nothing; only keys and places follow
+while the batch stays the same, so that decode steps of the same requests rebuild nothing; keys and places alone follow
 the positions. Knows nothing of logits. Called by the sampler.
 
 Legend: S rows sampled from, P rows with penalties, N rows that want log-probabilities, W banned words, M tokens before
@@ -81,6 +81,7 @@ class Composition:
     """What follows from the rows' requests alone, whatever their positions; None where no row asks."""
 
     slots: IntArray
+    seeds: IntArray
     settings: Settings
     all_greedy: bool
     any_filter: bool
@@ -89,6 +90,12 @@ class Composition:
     bans: Bans | None
     penalties: Penalties | None
     logprobs: LogprobRows | None
+
+    @property
+    def follows_positions(self) -> bool:
+        """Whether a draw depends on the positions at all; of plain greedy rows it does not."""
+        has_rules = self.words is not None or self.bans is not None or self.penalties is not None
+        return has_rules or not self.all_greedy
 
 
 class Tail(NamedTuple):
@@ -107,11 +114,10 @@ class Past(NamedTuple):
 
 @dataclass(frozen=True)
 class DrawPlan:
-    """One step's draw. write_S: places in the history for the drawn tokens."""
+    """One step's draw; None where no row asks."""
 
     composition: Composition
     sampling: SamplingTensors
-    write_S: Tensor
     bans: Entries | None
     tail: Tail | None
     past: Past | None
@@ -134,6 +140,7 @@ def compose(slot_ids: IntArray, slots: SlotTable, vocabulary: Vocabulary, device
     (top_k,) = upload([slots.top_k[slot_ids]], device)
     return Composition(
         slots=slot_ids,
+        seeds=slots.seed[slot_ids],
         settings=Settings(temperature, top_k, top_p, min_p, typical_p),
         all_greedy=Option.SAMPLED not in union,
         any_filter=Option.FILTER in union,
@@ -148,24 +155,21 @@ def compose(slot_ids: IntArray, slots: SlotTable, vocabulary: Vocabulary, device
 
 
 def plan_draw(composition: Composition, positions: IntArray, slots: SlotTable, device: torch.device) -> DrawPlan:
-    """Completes a composition for the positions (S,) that the drawn tokens will take; reserves their places."""
-    history = slots.history
-    history.reserve(composition.slots, positions)
-    arrays: list[NDArray[Any]] = [history.flat_index(composition.slots, positions)]
+    """Completes a composition for the positions (S,) that the drawn tokens will take."""
+    arrays: list[NDArray[Any]] = []
     if not composition.all_greedy:
-        arrays.append(draw_key(slots.seed[composition.slots], positions))
+        arrays.append(draw_key(composition.seeds, positions))
     banned = _active_bans(composition.bans, positions)
     arrays += [*banned, *_tail(composition, positions, slots), *_past(composition, positions, slots)]
     tensors = iter(upload(arrays, device))
-    write_S = next(tensors)
-    keys_S2 = write_S if composition.all_greedy else next(tensors)
     settings = composition.settings
+    # No greedy row looks at its key; anything of the right device will do.
+    keys_S2 = settings.top_k_S if composition.all_greedy else next(tensors)
     return DrawPlan(
         composition=composition,
         sampling=SamplingTensors(
             *settings, key_S2=keys_S2, all_greedy=composition.all_greedy, any_filter=composition.any_filter
         ),
-        write_S=write_S,
         bans=Entries(next(tensors), next(tensors)) if banned else None,
         tail=Tail(next(tensors), next(tensors)) if composition.words else None,
         past=Past(next(tensors), next(tensors)) if composition.penalties else None,

@@ -10,8 +10,9 @@ of one `ForwardBatch` of static shapes and nothing else, from input tokens to lo
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,17 +21,18 @@ from sonar.messages import StepBatch, StepResult
 from sonar.models.base import Model
 from sonar.ops.table import SampleFn
 from sonar.worker.draw_plan import Vocabulary
-from sonar.worker.inputs import PromptRows, StepInputs, build_inputs
+from sonar.worker.input_builder import InputBuilder
+from sonar.worker.inputs import PromptRows, StepInputs
 from sonar.worker.kv_cache import KVCache
 from sonar.worker.logprobs import TokenLogprobs, normalize, score
 from sonar.worker.results import PendingResult, PromptScores, StepOutcome
 from sonar.worker.sampler import Sampler
 from sonar.worker.slots import SlotTable
+from sonar.worker.step_thread import RunningCall, StepThread
 
 MAX_UNDER_WAY = 2
 # Rows of logits held at once for prompt_logprobs: 256 of a 150k vocabulary are 150 MB, a whole chunk were gigabytes.
 _PROMPT_ROWS = 256
-_NO_ROW = StepOutcome(-1, 0, None, [], [], None, None)
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,12 @@ class RunnerParts:
 class RunningStep:
     """A step under way (`StepHandle`)."""
 
-    def __init__(self, future: Future[PendingResult]) -> None:
-        self._future = future
+    def __init__(self, call: RunningCall[PendingResult]) -> None:
+        self._call = call
 
     def result(self) -> StepResult:
-        """Waits for the step; raises what it raised."""
-        return self._future.result().wait()
+        """Waits for the step; raises what it raised. Once only."""
+        return self._call.result().wait()
 
 
 class ModelRunner:
@@ -66,24 +68,27 @@ class ModelRunner:
 
     def __init__(self, parts: RunnerParts) -> None:
         self._parts = parts
+        self._inputs = InputBuilder(parts.slots, parts.cache, parts.device)
         self._sampler = Sampler(parts.slots, parts.sample, parts.vocabulary, parts.device)
-        self._thread = ThreadPoolExecutor(1, "model-runner", initializer=_enter_thread, initargs=(parts,))
-        self._latest: list[Future[PendingResult]] = []
+        self._thread = StepThread("model-runner", partial(_enter_thread, parts.device, parts.threads))
+        self._under_way: deque[RunningCall[PendingResult]] = deque()
         self._failed: BaseException | None = None
 
     def submit(self, batch: StepBatch) -> RunningStep:
         """Starts a step and returns at once. After a step has failed every later one raises the same error: the slots
         may be half changed."""
-        self._latest = [future for future in self._latest if not future.done()]
-        assert len(self._latest) < MAX_UNDER_WAY, f"step {batch.step}: {MAX_UNDER_WAY} steps are under way"
-        future = self._thread.submit(self._run, batch)
-        self._latest.append(future)
-        return RunningStep(future)
+        while self._under_way and self._under_way[0].is_done:
+            self._under_way.popleft()
+        assert len(self._under_way) < MAX_UNDER_WAY, f"step {batch.step}: {MAX_UNDER_WAY} steps are under way"
+        call = self._thread.submit(partial(self._run, batch))
+        self._under_way.append(call)
+        return RunningStep(call)
 
     def close(self) -> None:
         """Ends the thread after the steps under way, and drops model and cache."""
-        self._thread.shutdown(wait=True)
-        del self._sampler, self._parts
+        self._thread.close()
+        self._under_way.clear()
+        del self._inputs, self._sampler, self._parts
 
     def _run(self, batch: StepBatch) -> PendingResult:
         if self._failed is not None:
@@ -100,22 +105,17 @@ class ModelRunner:
         parts.slots.apply(batch)
         parts.cache.copy(batch.copies)
         if not batch.slots:
-            return _NO_ROW._replace(step=batch.step)
-        inputs = build_inputs(batch, parts.slots, parts.cache, parts.device)
+            return StepOutcome(batch.step, 0, None, None, None, None)
+        inputs = self._inputs.build(batch)
         num_sampled = len(inputs.sampled_slots)
         # Planned before the forward pass, so that a GPU has its settings before it has its logits.
         plan = self._sampler.plan(inputs.sampled_slots, inputs.sampled_positions) if num_sampled else None
         hidden_TD, logits_SV = self._forward(inputs)
-        outcome = _NO_ROW._replace(step=batch.step, num_sampled=num_sampled)
-        if plan is not None and logits_SV is not None:
-            drawn = self._sampler.draw(logits_SV, plan)
-            asked = plan.composition.logprobs
-            outcome = outcome._replace(token_S=drawn.token_S, logprobs=drawn.logprobs)
-            if asked is not None:
-                outcome = outcome._replace(logprob_rows=asked.rows, alternatives=asked.counts)
-        if inputs.prompt is not None:
-            outcome = outcome._replace(prompt=self._score_prompt(hidden_TD, inputs.prompt))
-        return outcome
+        prompt = None if inputs.prompt is None else self._score_prompt(hidden_TD, inputs.prompt)
+        if plan is None or logits_SV is None:
+            return StepOutcome(batch.step, 0, None, None, None, prompt)
+        drawn = self._sampler.draw(logits_SV, plan, inputs.write_S)
+        return StepOutcome(batch.step, num_sampled, drawn.token_S, plan.composition.logprobs, drawn.logprobs, prompt)
 
     def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         """Hidden states of all rows, and logits of the sampled ones."""
@@ -139,9 +139,9 @@ class ModelRunner:
         return PromptScores(prompt.slots, prompt.counts, alternatives, scored)
 
 
-def _enter_thread(parts: RunnerParts) -> None:
+def _enter_thread(device: torch.device, threads: int) -> None:
     """Settings torch keeps per thread."""
-    if parts.device.type == "cuda":
-        torch.cuda.set_device(parts.device)
-    if parts.threads:
-        torch.set_num_threads(parts.threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if threads:
+        torch.set_num_threads(threads)

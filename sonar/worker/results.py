@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sonar.messages import Logprob, StepResult
+from sonar.worker.draw_plan import LogprobRows
 from sonar.worker.logprobs import TokenLogprobs, unpack
 
 
@@ -30,14 +31,13 @@ class StepOutcome(NamedTuple):
 
     Attributes:
         token_S: drawn tokens, None when no row was sampled.
-        logprob_rows, alternatives: which of the S rows asked, and for how many; parallel to `logprobs`' rows.
+        asked: which of the S rows asked for log-probabilities, parallel to the rows of `logprobs`.
     """
 
     step: int
     num_sampled: int
     token_S: Tensor | None
-    logprob_rows: list[int]
-    alternatives: list[int]
+    asked: LogprobRows | None
     logprobs: TokenLogprobs | None
     prompt: PromptScores | None
 
@@ -66,10 +66,10 @@ class PendingResult:
         outcome, host = self._outcome, iter(self._host)
         token_ids = [] if outcome.token_S is None else next(host).tolist()
         logprobs: list[list[Logprob]] = []
-        if outcome.logprobs is not None:
+        if outcome.asked is not None:
             logprobs = [[] for _ in range(outcome.num_sampled)]
-            unpacked = unpack(TokenLogprobs(next(host), next(host), next(host)), outcome.alternatives)
-            for row, entries in zip(outcome.logprob_rows, unpacked):
+            unpacked = unpack(TokenLogprobs(next(host), next(host), next(host)), outcome.asked.counts)
+            for row, entries in zip(outcome.asked.rows, unpacked):
                 logprobs[row] = entries
         prompt_logprobs = {}
         if outcome.prompt is not None:

@@ -30,7 +30,7 @@ class Drawn(NamedTuple):
 
 
 class Sampler:
-    """Owns the settings of the latest batch as tensors.
+    """Owns the settings of the latest batch as tensors, which the next one uses again if its requests are the same.
 
     Args:
         slots: read for settings; its history is read and written.
@@ -42,22 +42,27 @@ class Sampler:
         self._sample = sample
         self._vocabulary = vocabulary
         self._device = device
-        self._latest: Composition | None = None
-        self._latest_key: tuple[int, bytes] = (-1, b"")
+        self._latest: DrawPlan | None = None
+        self._latest_version = -1
 
     def plan(self, slot_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> DrawPlan:
         """Prepares the draw of one token for each slot, to stand at its position. Needs no logits: call it early."""
-        key = (self._slots.version, slot_ids.tobytes())
-        if self._latest is None or key != self._latest_key:
-            self._latest = compose(slot_ids, self._slots, self._vocabulary, self._device)
-            self._latest_key = key
-        return plan_draw(self._latest, positions, self._slots, self._device)
+        latest = self._latest
+        if latest is None or not self._is_fresh(latest.composition, slot_ids):
+            composition = compose(slot_ids, self._slots, self._vocabulary, self._device)
+            self._latest_version = self._slots.version
+        elif latest.composition.follows_positions:
+            composition = latest.composition
+        else:
+            return latest
+        self._latest = plan_draw(composition, positions, self._slots, self._device)
+        return self._latest
 
-    def draw(self, logits_SV: Tensor, plan: DrawPlan) -> Drawn:
+    def draw(self, logits_SV: Tensor, plan: DrawPlan, write_S: Tensor) -> Drawn:
         """Draws, and writes the tokens into the history, where the next step finds them.
 
         Args:
-            logits_SV: float32, raw; overwritten.
+            logits_SV: float32, raw; overwritten. write_S: places in the history.
         """
         wanted = plan.composition.logprobs
         logprobs_NV = None
@@ -65,11 +70,16 @@ class Sampler:
             logprobs_NV = normalize(logits_SV if wanted.row_N is None else logits_SV.index_select(0, wanted.row_N))
         self._apply_rules(logits_SV, plan)
         token_S = self._sample(logits_SV, plan.sampling)
-        self._slots.history.write(plan.write_S, token_S)
+        self._slots.history.write(write_S, token_S)
         if wanted is None or logprobs_NV is None:
             return Drawn(token_S, None)
         token_N = token_S if wanted.row_N is None else token_S.index_select(0, wanted.row_N)
         return Drawn(token_S, score(logprobs_NV, token_N, max(wanted.counts)))
+
+    def _is_fresh(self, composition: Composition, slot_ids: NDArray[np.int64]) -> bool:
+        if self._latest_version != self._slots.version:
+            return False
+        return composition.slots is slot_ids or np.array_equal(composition.slots, slot_ids)
 
     def _apply_rules(self, logits_SV: Tensor, plan: DrawPlan) -> None:
         composition, history = plan.composition, self._slots.history

@@ -11,7 +11,8 @@ from sonar.config import LayerKind
 from sonar.kvcache.groups import CacheGroup
 from sonar.messages import AdmittedRequest, NewBlocks, StepBatch
 from sonar.sampling_params import SamplingParams
-from sonar.worker.inputs import build_inputs
+from sonar.worker.input_builder import InputBuilder
+from sonar.worker.inputs import build_inputs, plan_step
 from sonar.worker.kv_cache import CacheLayout, KVCache
 from sonar.worker.slots import SlotTable
 
@@ -70,7 +71,7 @@ def build(rows):
     )
     slots.apply(batch)
     cache = make_cache()
-    return build_inputs(batch, slots, cache, CPU), slots, cache
+    return build_inputs(plan_step(batch, slots, BLOCK), slots, cache, CPU), slots, cache
 
 
 @settings(max_examples=80, deadline=None)
@@ -128,5 +129,87 @@ def test_a_drawn_token_is_read_without_the_host():
     place = slots.history.flat_index(inputs.sampled_slots, inputs.sampled_positions)
     slots.history.write(torch.from_numpy(place), torch.tensor([777]))
     batch = StepBatch(incarnation=0, step=1, slots=[2], starts=[5], lengths=[1], samples=[True])
-    assert build_inputs(batch, slots, cache, CPU).forward.token_ids_T.tolist() == [777]
+    assert InputBuilder(slots, cache, CPU).build(batch).forward.token_ids_T.tolist() == [777]
     assert np.array_equal(inputs.sampled_positions, [5])
+
+
+def as_lists(inputs):
+    """Everything a step reads, comparable."""
+    forward = inputs.forward
+    attention = [
+        [
+            m.block_table_RB,
+            m.slot_mapping_T,
+            m.query_start_R1,
+            m.seq_lens_R,
+            m.num_decodes,
+            m.max_query_len,
+            m.max_seq_len,
+        ]
+        for m in forward.attention
+    ]
+    flat = [
+        forward.token_ids_T,
+        forward.positions_T,
+        forward.logits_rows_S,
+        *(value for row in attention for value in row),
+        inputs.write_S,
+    ]
+    flat += [inputs.sampled_slots, inputs.sampled_positions]
+    return [value if isinstance(value, int) else value.tolist() for value in flat]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=NUM_SLOTS), st.integers(1, 30), st.data())
+def test_a_run_of_decode_steps_equals_steps_made_anew(lengths, num_steps, data):
+    """Blocks arrive one by one, just when they are needed; drawn tokens are written as the sampler would."""
+    slots = SlotTable(num_slots=NUM_SLOTS, max_model_len=64, block_size=BLOCK, num_groups=2, device=CPU)
+    cache = make_cache()
+    builder = InputBuilder(slots, cache, CPU)
+    ids = data.draw(st.permutations(range(NUM_SLOTS)))[: len(lengths)]
+    changes = {
+        "admitted": [
+            AdmittedRequest(slot=s, token_ids=tokens_of(s, n), prompt_len=1, sampling=SamplingParams(seed=1))
+            for s, n in zip(ids, lengths)
+        ],
+        "new_blocks": [
+            NewBlocks(s, g, 0, blocks_of(s, g)[: (n - 1) // BLOCK]) for s, n in zip(ids, lengths) for g in range(2)
+        ],
+    }
+    for number in range(num_steps):
+        starts = [n - 1 + number for n in lengths]
+        fresh_blocks = [
+            NewBlocks(s, g, start // BLOCK, [g * 150 + s * 20 + start // BLOCK])
+            for s, start in zip(ids, starts)
+            for g in range(2)
+            if start % BLOCK == 0 or number == 0
+        ]
+        changes["new_blocks"] = [*changes.get("new_blocks", []), *fresh_blocks]
+        batch = StepBatch(
+            incarnation=0,
+            step=number,
+            slots=list(ids),
+            starts=starts,
+            lengths=[1] * len(ids),
+            samples=[True] * len(ids),
+            **changes,
+        )
+        slots.apply(batch)
+        inputs = builder.build(batch)
+        assert as_lists(inputs) == as_lists(build_inputs(plan_step(batch, slots, BLOCK), slots, cache, CPU))
+        slots.history.write(inputs.write_S, torch.arange(len(ids)) + 1000 * number)
+        changes = {}
+
+
+def test_a_run_ends_when_the_batch_changes():
+    inputs, slots, cache = build([(2, 5, 4, 1, 5, True, False), (3, 7, 6, 1, 5, True, False)])
+    builder = InputBuilder(slots, cache, CPU)
+    for step, (ids, starts) in enumerate([([2, 3], [4, 6]), ([2, 3], [5, 7]), ([3], [8]), ([3, 2], [9, 6])]):
+        count = len(ids)
+        batch = StepBatch(
+            incarnation=0, step=step, slots=ids, starts=starts, lengths=[1] * count, samples=[True] * count
+        )
+        inputs = builder.build(batch)
+        assert inputs.forward.positions_T.tolist() == starts
+        assert inputs.sampled_slots.tolist() == ids
+        assert as_lists(inputs) == as_lists(build_inputs(plan_step(batch, slots, BLOCK), slots, cache, CPU))

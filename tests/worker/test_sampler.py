@@ -59,7 +59,9 @@ class Bench:
             slot_ids = np.array(self.which, dtype=np.int64)
             positions = np.array([len(HISTORIES[i]) + step for i in self.which], dtype=np.int64)
             plan = self.sampler.plan(slot_ids, positions)
-            drawn = self.sampler.draw(raw_logits(self.which, step), plan)
+            self.slots.history.reserve(slot_ids, positions)
+            write = torch.from_numpy(self.slots.history.flat_index(slot_ids, positions))
+            drawn = self.sampler.draw(raw_logits(self.which, step), plan, write)
             for i, token in zip(self.which, drawn.token_S.tolist()):
                 tokens[i].append(token)
             if plan.composition.logprobs:
