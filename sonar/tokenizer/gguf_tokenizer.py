@@ -19,6 +19,7 @@ _logger = logging.getLogger(__name__)
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE_KEY = "tokenizer.chat_template"
 _ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+_CONTROL_KEYS = ("bos", "eos", "eot", "eom")
 _PHI3_NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -27,7 +28,7 @@ def load_gguf_tokenizer(file: GGUFFile, name: str) -> Tokenizer:
     where = str(file.path)
     fields = Fields(file.metadata, where, _PREFIX)
     tokens = file.strings(f"{_PREFIX}tokens")
-    vocabulary = Vocabulary(tokens, _read_types(file, len(tokens)), where)
+    vocabulary = Vocabulary(tokens, _read_types(file, fields, len(tokens)), where)
     kind = fields.get_str("model")
     if kind == "gpt2":
         pre = _read_pre_tokenizer(fields)
@@ -42,11 +43,17 @@ def load_gguf_tokenizer(file: GGUFFile, name: str) -> Tokenizer:
     return Tokenizer(core, special, ChatTemplates(_read_templates(file), name), name)
 
 
-def _read_types(file: GGUFFile, num_tokens: int) -> list[int]:
-    """Token types; all normal where an old file has none."""
-    if not isinstance(file.metadata.get(f"{_PREFIX}token_type"), GGUFArray):
-        return [int(TokenType.NORMAL)] * num_tokens
-    return [int(kind) for kind in file.numbers(f"{_PREFIX}token_type")]
+def _read_types(file: GGUFFile, fields: Fields, num_tokens: int) -> list[int]:
+    """Token types; all normal where an old file has none. Ids named as begin or end are control tokens in any case:
+    some files give them as normal ones, which would be cut to pieces in a chat's prompt and shown in its answer."""
+    types = [int(TokenType.NORMAL)] * num_tokens
+    if isinstance(file.metadata.get(f"{_PREFIX}token_type"), GGUFArray):
+        types = [int(kind) for kind in file.numbers(f"{_PREFIX}token_type")]
+    for key in _CONTROL_KEYS:
+        index = fields.raw(f"{key}_token_id")
+        if isinstance(index, int) and index < len(types):
+            types[index] = int(TokenType.CONTROL)
+    return types
 
 
 def _read_pre_tokenizer(fields: Fields) -> PreTokenizer:

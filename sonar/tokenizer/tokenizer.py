@@ -61,7 +61,8 @@ class Tokenizer:
         self._special = special
         self._decoder = read_decoder(core, name)
         added = core.get_added_tokens_decoder()
-        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        flagged = {index for index, token in added.items() if token.special}
+        self.special_ids = frozenset(flagged | ({self.bos_token_id, self.eos_token_id} - {None}))
         self.strip_left = self._decoder.strip_left
         self._bytes = {index: token.content.encode() for index, token in added.items()}
 

@@ -125,6 +125,14 @@ def test_beginning_and_end_tokens_by_the_files_rules(tmp_path: Path) -> None:
     assert added("qwen2", add_bos_token=True, add_eos_token=True) == ["<s>", "a", "<s>"]
 
 
+def test_named_ends_are_special_whatever_their_type(tmp_path: Path) -> None:
+    tokens = ["a", "b", "<eos>", "ab"]
+    file = _write(tmp_path, tokens, [1] * 4, model="gpt2", pre="gpt-2", merges=["a b"], eos_token_id=2)
+    tokenizer = load_gguf_tokenizer(GGUFFile(file), "x")
+    assert _spelled(tokenizer, "ab<eos>a") == ["ab", "<eos>", "a"]
+    assert tokenizer.decode([3, 2]) == "ab"
+
+
 def test_user_defined_tokens_are_matched_and_not_special(tmp_path: Path) -> None:
     tokenizer = _letters("gpt-2", tmp_path)
     ids = tokenizer.encode("a<tool>b")
