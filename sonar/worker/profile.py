@@ -8,10 +8,11 @@ seconds of start-up and the figure matters little. Knows nothing of how the cach
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from sonar.config import EngineConfig, ModelConfig
+from sonar.config import EngineConfig, ModelConfig, SchedulerConfig
 from sonar.messages import AdmittedRequest, NewBlocks, StepBatch
 from sonar.sampling_params import SamplingParams
 from sonar.worker.kv_cache import CacheLayout
@@ -21,6 +22,13 @@ _MIB = 1 << 20
 # What allocators round up and keep, and libraries take for workspaces.
 _MARGIN = 1.1
 _CUDA_RESERVE_BYTES = 256 * _MIB
+
+
+class LargestSteps(NamedTuple):
+    """Steps to run one after the other in a fresh runner. num_blocks: that each cache group must have for them."""
+
+    num_blocks: int
+    batches: tuple[StepBatch, ...]
 
 
 def measure_activations(
@@ -33,20 +41,27 @@ def measure_activations(
     """
     if config.device == "cpu":
         return estimate_activations(model, config)
-    limits = config.scheduler
-    length = min(limits.max_step_tokens, limits.max_model_len - 1)
-    num_blocks = -(-(length + limits.max_num_requests) // layout.block_size) + 1
-    runner = build((num_blocks,) * len(layout.groups))
+    steps = largest_steps(layout, config.scheduler)
+    runner = build((steps.num_blocks,) * len(layout.groups))
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    for batch in (_prompt_step(length, num_blocks, layout), _decode_step(limits.max_num_requests, layout)):
+    for batch in steps.batches:
         runner.submit(batch).result()
     peak = torch.cuda.max_memory_allocated() - before
     runner.close()
     torch.cuda.empty_cache()
     return int(peak * _MARGIN) + _CUDA_RESERVE_BYTES
+
+
+def largest_steps(layout: CacheLayout, limits: SchedulerConfig) -> LargestSteps:
+    """One prompt that fills the token budget, then a full batch whose draws use every filter."""
+    length = min(limits.max_step_tokens, limits.max_model_len - 1)
+    num_blocks = -(-length // layout.block_size)
+    return LargestSteps(
+        num_blocks, (_prompt_step(length, num_blocks, layout), _decode_step(limits.max_num_requests, layout))
+    )
 
 
 def estimate_activations(model: ModelConfig, config: EngineConfig) -> int:
@@ -59,8 +74,7 @@ def estimate_activations(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def _prompt_step(length: int, num_blocks: int, layout: CacheLayout) -> StepBatch:
-    """One prompt that fills the token budget."""
-    tables = [NewBlocks(0, group, 0, list(range(num_blocks - 1))) for group in range(len(layout.groups))]
+    tables = [NewBlocks(0, group, 0, list(range(num_blocks))) for group in range(len(layout.groups))]
     return StepBatch(
         incarnation=0,
         step=0,
@@ -74,7 +88,7 @@ def _prompt_step(length: int, num_blocks: int, layout: CacheLayout) -> StepBatch
 
 
 def _decode_step(num_requests: int, layout: CacheLayout) -> StepBatch:
-    """A full batch of one-token requests whose draws use every filter; all write to one block, which is harmless."""
+    # All write to one block, which is harmless here.
     slots = list(range(num_requests))
     return StepBatch(
         incarnation=0,
