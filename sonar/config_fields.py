@@ -5,10 +5,14 @@ Called by the readers of config.json, generation_config.json and GGUF metadata. 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from sonar.errors import ModelError
+
+MAX_LAYERS = 10_000
+"""Far beyond any model; a limit for `get_int`."""
 
 _MISSING: Any = object()
 
@@ -35,19 +39,19 @@ class Fields:
         found = "is missing" if value is None else f"is {str(value)[:80]!r}"
         return ModelError(f"{self.where}: field {self.prefix + name!r} {found}; needed is {wanted}", param="model")
 
-    def get_int(self, name: str, default: Any = _MISSING, low: int = 1) -> int:
-        """An integer of at least `low`."""
+    def get_int(self, name: str, default: Any = _MISSING, low: int = 1, high: int = 2**31) -> int:
+        """An integer in [low, high]; the upper limit keeps a damaged file from asking for all memory."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self.wrong(name, f"an integer of at least {low}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.wrong(name, f"an integer from {low} to {high}")
         return value
 
     def get_float(self, name: str, default: Any = _MISSING) -> float:
-        """A number."""
+        """A finite number."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.wrong(name, "a number")
-        return float(value)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
+            return float(value)
+        raise self.wrong(name, "a finite number")
 
     def get_bool(self, name: str, default: Any = _MISSING) -> bool:
         """True or false."""

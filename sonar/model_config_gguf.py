@@ -13,9 +13,10 @@ import numpy as np
 from gguf.constants import LlamaFileType
 
 from sonar.config import LayerKind, ModelConfig, RopeConfig
-from sonar.config_fields import Fields
+from sonar.config_fields import MAX_LAYERS, Fields
 from sonar.errors import ConfigError, ModelError
 from sonar.gguf_file import SERVED_TYPES, GGUFArray, GGUFFile
+from sonar.rope_fields import yarn_reach
 
 _ARCHITECTURES = {
     "llama": "llama",
@@ -71,14 +72,13 @@ def _read(file: GGUFFile, general: Fields, fields: Fields, architecture: str) ->
     if fields.get_int("expert_count", 0, low=0):
         raise ModelError(f"{fields.where}: mixture-of-experts models are not supported in GGUF files", param="model")
     num_heads, hidden_size = fields.get_int("attention.head_count"), fields.get_int("embedding_length")
-    num_layers, max_position = fields.get_int("block_count"), fields.get_int("context_length")
+    num_layers, max_position = fields.get_int("block_count", high=MAX_LAYERS), fields.get_int("context_length")
     head_dim = fields.get_int("attention.key_length", max(1, hidden_size // num_heads))
     kinds, window = _layer_kinds(file, fields, architecture, num_layers)
     rope = _ropes(fields, architecture, kinds, head_dim, max_position)
     for scaled in rope.values():
         if scaled.scaling == "yarn":
-            reach = scaled.parameters["factor"] * scaled.parameters["original_max_position_embeddings"]
-            max_position = max(max_position, int(reach))
+            max_position = max(max_position, yarn_reach(scaled))
     dtype, quantization = _formats(file, general)
     return ModelConfig(
         architecture=architecture,

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from sonar.config import LayerKind, ModelConfig, RopeConfig
-from sonar.config_fields import Fields
+from sonar.config_fields import MAX_LAYERS, Fields
 from sonar.errors import ConfigError, ModelError
-from sonar.rope_fields import read_rope
+from sonar.rope_fields import read_rope, yarn_reach
 
 _SERVED_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -61,6 +61,8 @@ def _read_json(path: Path) -> Fields:
 def _refuse_other_heads(fields: Fields) -> None:
     """Models with a classifier or an embedding head share the family's model_type; they generate nothing."""
     names = fields.raw("architectures") or []
+    if not isinstance(names, list):
+        raise fields.wrong("architectures", "a list of names")
     if names and not any(str(name).endswith(_SERVED_SUFFIXES) for name in names):
         raise ModelError(f"{fields.where}: {names[0]} generates no text; give a causal language model", param="model")
 
@@ -88,7 +90,7 @@ def _token_ids(fields: Fields) -> tuple[int, ...]:
 def _common(fields: Fields, eos_token_ids: tuple[int, ...], *, tied: bool = False) -> dict[str, Any]:
     """Arguments of `ModelConfig` that most families name alike. tied: the family's default."""
     num_heads, hidden_size = fields.get_int("num_attention_heads"), fields.get_int("hidden_size")
-    num_layers = fields.get_int("num_hidden_layers")
+    num_layers = fields.get_int("num_hidden_layers", high=MAX_LAYERS)
     return {
         "vocab_size": fields.get_int("vocab_size"),
         "hidden_size": hidden_size,
@@ -109,9 +111,11 @@ def _common(fields: Fields, eos_token_ids: tuple[int, ...], *, tied: bool = Fals
 
 
 def _dtype(fields: Fields) -> str:
-    dtype = str(fields.raw("dtype") or fields.raw("torch_dtype") or "float32").removeprefix("torch.")
+    """Of the stored weights; transformers 5 calls it `dtype`, older versions `torch_dtype`."""
+    name = "torch_dtype" if fields.raw("dtype") is None else "dtype"
+    dtype = fields.get_str(name, "float32").removeprefix("torch.")
     if dtype not in _DTYPES:
-        raise fields.wrong("dtype", f"one of {', '.join(_DTYPES)}")
+        raise fields.wrong(name, f"one of {', '.join(_DTYPES)}")
     return dtype
 
 
@@ -121,8 +125,7 @@ def _set_rope(fields: Fields, arguments: dict[str, Any]) -> None:
     rope = read_rope(written, fields, head_dim=arguments["head_dim"], theta=10_000.0)
     arguments["rope"] = dict.fromkeys(arguments["layer_kinds"], rope)
     if rope.scaling == "yarn":
-        reach = int(rope.parameters["factor"] * rope.parameters["original_max_position_embeddings"])
-        arguments["max_position"] = max(arguments["max_position"], reach)
+        arguments["max_position"] = max(arguments["max_position"], yarn_reach(rope))
 
 
 def _listed_kinds(fields: Fields, num_layers: int) -> tuple[LayerKind, ...] | None:

@@ -1,6 +1,6 @@
 """Rotary settings as Hugging Face's config files write them -> `RopeConfig`.
 
-Called by `sonar.model_config_hf`. Knows nothing of what the numbers do (`sonar.layers.rotary` does). Torch-free.
+Called by the readers of configurations. Knows nothing of what the numbers do (`sonar.layers.rotary` does). Torch-free.
 """
 
 from __future__ import annotations
@@ -54,10 +54,15 @@ def read_rope(written: Fields, outer: Fields, *, head_dim: int, theta: float) ->
     )
 
 
+def yarn_reach(rope: RopeConfig) -> int:
+    """Positions that YaRN's settings were made for."""
+    return int(min(rope.parameters["factor"] * rope.parameters["original_max_position_embeddings"], 2.0**31))
+
+
 def _parameters(written: Fields, outer: Fields, scaling: str) -> dict[str, float]:
     """All numbers the file gives, and the original context's default."""
     parameters = {
-        name: float(value)
+        name: written.get_float(name) if not isinstance(value, bool) else float(value)
         for name, value in written.values.items()
         if name not in _NOT_PARAMETERS and isinstance(value, (int, float))
     }

@@ -5,12 +5,15 @@ That the numbers are read rightly for tiny models is shown by their logits in `t
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from sonar.config import LayerKind, ModelConfig, RopeConfig
 from sonar.errors import ModelError
@@ -238,17 +241,21 @@ def test_what_is_read_can_be_built() -> None:
         ({"model_type": "mamba"}, r"'mamba' is not supported; supported are llama, mistral, qwen2"),
         ({"model_type": None}, r"'model_type' is missing"),
         ({"architectures": ["LlamaForSequenceClassification"]}, r"generates no text"),
+        ({"architectures": 1}, r"'architectures' is '1'; needed is a list"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantization 'awq' is not supported.*GGUF"),
         ({"hidden_size": None}, r"'hidden_size' is missing"),
         ({"hidden_size": "2048"}, r"'hidden_size' is '2048'"),
-        ({"num_hidden_layers": 0}, r"'num_hidden_layers' is '0'; needed is an integer of at least 1"),
+        ({"num_hidden_layers": 0}, r"'num_hidden_layers' is '0'; needed is an integer from 1 to 10000"),
+        ({"num_hidden_layers": 2**40}, r"'num_hidden_layers' is '1099511627776'"),
+        ({"rms_norm_eps": float("inf")}, r"'rms_norm_eps' is 'inf'; needed is a finite number"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": float("nan")}}, r"'factor' is 'nan'"),
         ({"num_attention_heads": True}, r"'num_attention_heads' is 'True'"),
         ({"num_key_value_heads": 5}, r"num_heads=32 is no multiple of num_kv_heads=5"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, r"'dynamic' is not supported; .* default"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, r"'low_freq_factor' is missing"),
         ({"rope_scaling": "linear"}, r"'rope_scaling' is 'linear'; needed is an object"),
         ({"partial_rotary_factor": 0.01}, r"partial_rotary_factor=0\.01"),
-        ({"torch_dtype": "float8_e4m3fn"}, r"'dtype'.*float32, bfloat16, float16"),
+        ({"torch_dtype": "float8_e4m3fn"}, r"'torch_dtype' is 'float8.*one of float32, bfloat16"),
         ({"eos_token_id": "</s>"}, r"'eos_token_id' is '</s>'"),
         ({"model_type": "mistral", "sliding_window": 0}, r"'sliding_window' is '0'"),
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, r"'layer_types'.*a list of 4"),
@@ -258,6 +265,41 @@ def test_refusals_name_field_value_and_what_is_known(tmp_path: Path, change: dic
     with pytest.raises(ModelError, match=message) as raised:
         _load(tmp_path, {**LLAMA, **change})
     assert "config.json" in raised.value.message
+
+
+WRITTEN = {
+    "llama": {**LLAMA, "rope_theta": 5e5, "rope_scaling": LLAMA3_SCALING, "attention_bias": False},
+    "qwen2": {**LLAMA, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "use_sliding_window": True,
+              "sliding_window": 64, "max_window_layers": 2},
+    "gemma3": {"text_config": GEMMA3},
+    "phi3": {**LLAMA, "sliding_window": 64, "partial_rotary_factor": 0.5},
+    "gpt2": {"vocab_size": 5, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 4, "layer_norm_epsilon": 1e-5},
+}  # fmt: skip
+ODD_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 2),
+    st.sampled_from([2**40, 10**400, 1e308, float("inf"), float("nan"), "", "x", [], [1], {}, {"type": "yarn"}]),
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_value_in_any_field_is_a_model_error_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
+    family = data.draw(st.sampled_from(sorted(WRITTEN)))
+    config = copy.deepcopy({"model_type": family, **{k: v for k, v in WRITTEN[family].items() if k != "model_type"}})
+    place = config
+    for _ in range(2):
+        name = data.draw(st.sampled_from(sorted(place)))
+        if not isinstance(place[name], dict) or not place[name]:
+            break
+        place = place[name]
+        name = data.draw(st.sampled_from(sorted(place)))
+    place[name] = data.draw(ODD_VALUES)
+    try:
+        _load(tmp_path, config)
+    except ModelError as error:
+        assert "config.json" in str(error)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe"])
