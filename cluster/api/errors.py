@@ -13,7 +13,7 @@ from sonar.errors import CapacityError, UserError
 # Longest text of an error: it may quote a client's value, which may be megabytes long.
 MAX_MESSAGE_CHARS = 2000
 
-_STATUS_BY_CODE = {"model_not_found": 404, "model_not_ready": 503, "replica_unavailable": 503}
+_STATUS_BY_CODE = {"model_not_found": 404, "model_not_ready": 503, "server_stopping": 503, "kv_cache_too_small": 400}
 
 
 class ApiError(Exception):
@@ -67,13 +67,10 @@ def to_api_error(error: BaseException, *, retry_after_s: int = 1) -> ApiError:
     """Map any exception to what the client is told."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, CapacityError):
-        status = 429
-        code = "queue_full" if error.code == "invalid_value" else error.code
-    elif isinstance(error, UserError):
-        status = _STATUS_BY_CODE.get(error.code, 400)
-        code = error.code
-    else:
+    if not isinstance(error, UserError):
         return ApiError(500, "internal error; the server's log has the details", code="internal_error")
+    is_capacity = isinstance(error, CapacityError)
+    status = _STATUS_BY_CODE.get(error.code, 429 if is_capacity else 400)
+    code = "queue_full" if is_capacity and error.code == "invalid_value" else error.code
     headers = {"Retry-After": str(retry_after_s)} if status in (429, 503) else None
     return ApiError(status, error.message, param=error.param, code=code, headers=headers)

@@ -59,6 +59,7 @@ class FakeGateway:
     queue_size: int = 10_000
     names: tuple[str, ...] = ("fake", "alias/of-fake")
     fail: Callable[[GenerateRequest, int], str | None] = lambda request, number: None
+    drawn_logprob: Callable[[GenerateRequest], float] = lambda request: -1.0
     requests: list[GenerateRequest] = field(default_factory=list)
     open_ids: dict[str, asyncio.Future[FinishReason]] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
@@ -77,11 +78,11 @@ class FakeGateway:
             return EOS
         return self.text[(number + request.sampling.seed % 1000) % len(self.text)]
 
-    def logprobs(self, token_id: int, count: int | None) -> list[Logprob]:
+    def logprobs(self, token_id: int, count: int | None, drawn: float = -1.0) -> list[Logprob]:
         if count is None:
             return []
-        others = [Logprob((token_id + k) % 256, -1.0 - k, k + 1) for k in range(count)]
-        return [Logprob(token_id, -1.0, 1), *others]
+        others = [Logprob((token_id + k) % 256, drawn - k, k + 1) for k in range(count)]
+        return [Logprob(token_id, drawn, 1), *others]
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
         if len(self.open_ids) >= self.queue_size:
@@ -123,13 +124,14 @@ class FakeGateway:
             ids.append(self.token(request, number + len(ids)))
         stop_id = ids[-1] if ids[-1] in stop_ids else None
         finish = FinishReason.LENGTH if number + len(ids) == params.max_tokens else None
+        rows = [self.logprobs(i, params.logprobs, self.drawn_logprob(request)) for i in ids]
         prompt_rows = [self.logprobs(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:]]
         return TokenEvent(
             request_id=request.request_id,
             first=number,
             token_ids=ids,
             finish=FinishReason.STOP if stop_id is not None else finish,
-            logprobs=[self.logprobs(i, params.logprobs) for i in ids] if params.logprobs is not None else [],
+            logprobs=rows if params.logprobs is not None else [],
             prompt_logprobs=prompt_rows if number == 0 and params.prompt_logprobs is not None else [],
             num_cached_tokens=self.num_cached if number == 0 else -1,
             stop_token_id=stop_id,

@@ -131,7 +131,7 @@ def check(driver: Driver, path: str, content: bytes) -> None:
     assert driver.gateway.open_ids == {}
 
 
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("path", KINDS)

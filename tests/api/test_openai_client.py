@@ -180,25 +180,9 @@ def test_max_tokens_0_scores_a_prompt(served: Served) -> None:
     assert got.usage.completion_tokens == 0
 
 
-def test_best_of_shows_the_most_likely(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    gateway = served.gateway
-    plain = gateway.logprobs
+def test_best_of_shows_the_most_likely(served: Served) -> None:
     best = child_seed(3, 2)
-
-    def ranked(token_id: int, count: int | None):
-        return plain(token_id, count)
-
-    monkeypatch.setattr(gateway, "logprobs", ranked)
-    event_of = gateway._event
-
-    def event(request, number):
-        made = event_of(request, number)
-        if request.sampling.seed == best:
-            for entries in made.logprobs:
-                entries[0] = type(entries[0])(entries[0].token_id, -0.25, 1)
-        return made
-
-    monkeypatch.setattr(gateway, "_event", event)
+    served.gateway.drawn_logprob = lambda request: -0.25 if request.sampling.seed == best else -1.0
     got = served.openai().completions.create(model="fake", prompt="ab", seed=3, best_of=4, max_tokens=5)
     assert [c.text for c in got.choices] == [expected(5, best)]
     assert got.choices[0].index == 0
