@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 
 from cluster.gateway import GenerateRequest, ServedModel
 from cluster.requests import RequestTable
+from cluster.state import ClusterState
 from sonar.errors import UserError
 from sonar.messages import FinishReason, TokenEvent
 from sonar.sampling_params import SamplingParams
@@ -77,3 +78,23 @@ class HeadGateway:
             if not stream.is_finished:
                 self._table.abort(request.request_id)
         return event.finish is FinishReason.LENGTH
+
+
+def served_models(state: ClusterState, table: RequestTable, created_unix_s: int) -> list[ServedModel]:
+    """What is deployed now; a model is ready while a replica takes requests."""
+    models = []
+    for config in state.deployments.values():
+        routes = [r for r in table.routes() if r.deployment == config.name and not r.is_draining]
+        models.append(
+            ServedModel(
+                name=config.model,
+                path=config.engine_config.model,
+                max_model_len=min(
+                    (route.ready.max_model_len for route in routes),
+                    default=config.engine_config.scheduler.max_model_len,
+                ),
+                created_unix_s=created_unix_s,
+                ready=bool(routes),
+            )
+        )
+    return models

@@ -9,6 +9,7 @@ it. Does not know sockets, HTTP, or why replicas come and go. Called by `cluster
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import assert_never
 
 from cluster.config import DeploymentConfig
 from cluster.dispatcher import Dispatcher, LeadLink
@@ -159,23 +160,26 @@ class RequestTable:
             self._dispatcher.restart(route, route.attempts, self._clock())
             self._dispatcher.run(route.deployment)
 
-    def on_stats(self, replica_id: str, stats: LeadStats) -> None:
-        """A lead's figures."""
-        route = self._routes.get(replica_id, stats.incarnation)
-        if route is not None:
-            route.stats = stats
-
-    def on_kv_events(self, replica_id: str, message: KVEvents) -> bool:
-        """Changes of a prefix cache. False when they are of no serving incarnation."""
+    def on_message(self, replica_id: str, message: Tokens | KVEvents | LeadStats) -> bool:
+        """What a serving lead says. False when its incarnation does not serve, or it has said that before."""
         route = self._routes.get(replica_id, message.incarnation)
-        if route is not None and not route.index.apply(message):
-            self.counters.sequence_gaps += 1
-        return route is not None
+        if route is None:
+            return False
+        match message:
+            case Tokens():
+                return self._on_tokens(route, message)
+            case KVEvents():
+                self.counters.sequence_gaps += not route.index.apply(message)
+            case LeadStats():
+                route.stats = message
+            case _:
+                assert_never(message)
+        return True
 
-    def on_tokens(self, replica_id: str, message: Tokens) -> bool:
-        """A step's events. False when they are of no serving incarnation, or a repeat."""
-        route = self._routes.get(replica_id, message.incarnation)
-        if route is None or (route.next_sequence is not None and message.sequence < route.next_sequence):
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _on_tokens(self, route: Route[OpenRequest], message: Tokens) -> bool:
+        if route.next_sequence is not None and message.sequence < route.next_sequence:
             return False
         is_gap = route.next_sequence is not None and message.sequence > route.next_sequence
         route.next_sequence = message.sequence + 1
@@ -189,8 +193,6 @@ class RequestTable:
         if is_gap or any(event.finish is not None for event in message.events):
             self._dispatcher.run(route.deployment)
         return True
-
-    # --- inside -----------------------------------------------------------------------------------------------------
 
     def _on_event(self, route: Route[OpenRequest], event: TokenEvent) -> None:
         attempt = route.attempts.get(event.request_id)

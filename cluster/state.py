@@ -239,7 +239,7 @@ class ClusterState:
             return
         node.state, node.note, node.seen_s = NodeState.LOST, reason, now
         node.held.clear()
-        out.append(Announce(f"node {node.node_id} is lost: {reason}", is_failure=True))
+        out.append(Announce(f"node {node.node_id} is lost: {reason}", is_failure=not self.is_stopping))
         for replica in self.replicas.values():
             lost = [number for number, rank in replica.alive_ranks() if rank.node_id == node.node_id]
             if lost:
@@ -294,9 +294,11 @@ class ClusterState:
         """Replicas 0..count-1 of a deployment shall run, no others."""
         for index in range(count if not self.is_stopping else 0):
             replica_id = f"{deployment}-{index}"
-            replica = self.replicas.setdefault(
-                replica_id, ReplicaRecord(replica_id, deployment, incarnation=self._incarnations.get(replica_id, 0))
-            )
+            replica = self.replicas.get(replica_id)
+            if replica is None:
+                last = self._incarnations.get(replica_id, 0)
+                replica = ReplicaRecord(replica_id, deployment, incarnation=last, since_s=now)
+                self.replicas[replica_id] = replica
             replica.is_wanted = True
             if replica.state in (ReplicaState.FAILED, ReplicaState.STOPPED):
                 replica.failure.count = 0

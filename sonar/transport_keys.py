@@ -67,8 +67,12 @@ class KeyGate:
 
     def close(self) -> None:
         """Ends the thread and its sockets."""
-        self._stop.send(b"")
-        self._thread.join(timeout=5)
+        if self._thread.ident is None:
+            self._socket.close(0)
+            self._stopped.close(0)
+        else:
+            self._stop.send(b"")
+            self._thread.join(timeout=5)
         self._stop.close(0)
 
     def _run(self) -> None:

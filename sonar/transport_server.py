@@ -109,7 +109,9 @@ class Server:
         return True
 
     def close(self) -> None:
-        """Stops listening; waits for unsent messages at most the settings' linger time."""
+        """Stops listening; waits for unsent messages at most the settings' linger time. A second call does nothing."""
+        if self._socket.closed:
+            return
         if self._loop is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._loop.remove_reader(self._monitor.fileno())

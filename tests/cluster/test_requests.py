@@ -108,7 +108,7 @@ class Bench:
 
     def step(self, *replica_ids: str) -> None:
         for replica_id in replica_ids or list(self.replicas):
-            self.table.on_tokens(replica_id, self.replicas[replica_id].step())
+            self.table.on_message(replica_id, self.replicas[replica_id].step())
         self.drain()
 
     def drain(self) -> None:
@@ -172,12 +172,12 @@ def test_tokens_of_a_dead_incarnation_and_repeats_are_not_handed_out() -> None:
     old = bench.open_route("m-0")
     bench.submit("r", 6)
     late = old.step()
-    bench.table.on_tokens("m-0", late)
-    assert not bench.table.on_tokens("m-0", late), "a repeated message"
+    bench.table.on_message("m-0", late)
+    assert not bench.table.on_message("m-0", late), "a repeated message"
     late = old.step()
     bench.kill("m-0")
     bench.open_route("m-0")
-    assert not bench.table.on_tokens("m-0", late), "a stale one"
+    assert not bench.table.on_message("m-0", late), "a stale one"
     for _ in range(5):
         bench.step()
     assert bench.tokens("r") == whole("r", 6)
@@ -189,7 +189,7 @@ def test_an_event_that_begins_early_is_trimmed() -> None:
     bench.submit("r", 6)
     bench.step()
     event = TokenEvent(request_id="r~1", first=0, token_ids=whole("r", 3), logprobs=[[], [], []])
-    bench.table.on_tokens("m-0", Tokens(incarnation=replica.incarnation, sequence=1, events=[event]))
+    bench.table.on_message("m-0", Tokens(incarnation=replica.incarnation, sequence=1, events=[event]))
     bench.drain()
     assert bench.tokens("r") == whole("r", 3) and len(bench.read["r"][1].logprobs) == 2
     assert bench.table.counters.repeated_tokens == 1
@@ -384,15 +384,15 @@ def test_a_cached_prefix_attracts_until_its_replica_is_busier() -> None:
     prompt = list(range(64))
     hashes = hash_blocks(prompt, 16)
     stored = [BlockStored(h, b"") for h in hashes]
-    assert bench.table.on_kv_events("m-1", KVEvents(incarnation=cached.incarnation, sequence=0, events=stored))
+    assert bench.table.on_message("m-1", KVEvents(incarnation=cached.incarnation, sequence=0, events=stored))
     for number in range(8):
         bench.submit(f"r{number}", prompt=prompt)
     placed = {name: list(replica.running) for name, replica in bench.replicas.items()}
     assert placed["m-1"][:4] == ["r0~1", "r1~1", "r2~1", "r3~1"] and placed["m-0"], placed
     removed = [BlockRemoved(hashes[0])]
-    bench.table.on_kv_events("m-1", KVEvents(incarnation=cached.incarnation, sequence=1, events=removed))
+    bench.table.on_message("m-1", KVEvents(incarnation=cached.incarnation, sequence=1, events=removed))
     assert [len(r.index) for r in bench.table.routes()] == [0, 3]
-    bench.table.on_kv_events("m-1", KVEvents(incarnation=cached.incarnation, sequence=3, events=[]))
+    bench.table.on_message("m-1", KVEvents(incarnation=cached.incarnation, sequence=3, events=[]))
     assert [len(r.index) for r in bench.table.routes()] == [0, 0], "after a gap all is forgotten"
 
 
@@ -441,8 +441,8 @@ def test_whatever_happens_every_output_is_that_of_the_unbroken_run(history) -> N
                 bench.step(chosen)
             case "repeat" if chosen:
                 message = bench.replicas[chosen].step()
-                bench.table.on_tokens(chosen, message)
-                assert not bench.table.on_tokens(chosen, message)
+                bench.table.on_message(chosen, message)
+                assert not bench.table.on_message(chosen, message)
             case "lose_message" if chosen:
                 bench.replicas[chosen].step()
             case "lose_submit" if chosen and bench.replicas[chosen].running:

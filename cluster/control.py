@@ -1,0 +1,199 @@
+"""The control plane's shell: messages in become events, commands become messages, routes, and words in the log.
+
+Owns `ClusterState` and drives it; hands tokens to the request table without a detour. Runs in the head's loop, never
+waits. Does not know HTTP or processes. Made by the head.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, assert_never
+
+from cluster.commands import (
+    Announce,
+    CloseRoute,
+    Command,
+    DrainRoute,
+    OpenRoute,
+    RecordIncarnation,
+    ResyncRoute,
+    SendToAgent,
+)
+from cluster.config import ClusterConfig
+from cluster.events import (
+    AgentReported,
+    AgentSpoke,
+    DeploymentApplied,
+    DeploymentRemoved,
+    Event,
+    LeadSpoke,
+    NodeGone,
+    NodeRegistered,
+    StopRequested,
+    Tick,
+)
+from cluster.journal import MemoryJournal
+from cluster.messages import (
+    AgentToHead,
+    Heartbeat,
+    Leaving,
+    Register,
+    Shutdown,
+    StartFailed,
+    WorkerExited,
+    WorkerStarted,
+)
+from cluster.records import ReplicaState
+from cluster.requests import RequestTable
+from cluster.state import ClusterState
+from cluster.status import ClusterStatus, cluster_status
+from cluster.store.contract import Store
+from sonar.messages import Drain, HeadToLead, KVEvents, LeadStats, LeadToHead, Pong, Tokens
+from sonar.transport import DropReason, PeerId, PeerKind
+from sonar.transport_server import Server
+
+logger = logging.getLogger(__name__)
+
+INCARNATION_KEY = "incarnation/"
+
+
+class ControlPlane:
+    """Owner of the cluster's state and of the open requests.
+
+    Args:
+        server: bound, not yet open.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        server: Server,
+        store: Store,
+        versions: Mapping[str, str],
+        clock: Callable[[], float],
+    ) -> None:
+        incarnations = {
+            key.removeprefix(INCARNATION_KEY): int(value) for key, value in store.items(INCARNATION_KEY).items()
+        }
+        self.server = server
+        self.state = ClusterState(config.timeouts, config.restart, versions, incarnations)
+        self.table = RequestTable(MemoryJournal(), self, clock)
+        self._store = store
+        self._clock = clock
+        self._next_table_tick_s = 0.0
+
+    def open(self) -> None:
+        """Begins to listen to peers, in the running loop."""
+        self.server.open(self.on_message)
+
+    def status(self) -> ClusterStatus:
+        """A snapshot of now."""
+        return cluster_status(self.state, self.table, self._clock())
+
+    def feed(self, event: Event) -> None:
+        """Something happened; what follows is done at once."""
+        for command in self.state.handle(event, self._clock()):
+            self._execute(command)
+        if isinstance(event, DeploymentApplied | DeploymentRemoved):
+            self.table.set_deployments(self.state.deployments.values())
+
+    def tick(self) -> None:
+        """Several times a second."""
+        self.feed(Tick())
+        now = self._clock()
+        if now >= self._next_table_tick_s:
+            self._next_table_tick_s = now + 1.0
+            self.table.tick()
+            self._fail_hopeless()
+
+    def begin_stop(self) -> None:
+        """New requests are refused, open ones finish, replicas drain."""
+        self.table.close_to_new()
+        self.feed(StopRequested())
+        self._fail_hopeless()
+
+    def shut_down_node(self, node_id: str, grace_s: float) -> bool:
+        """Tells a node's agent to end its workers and itself; False when it cannot be told."""
+        node = self.state.nodes.get(node_id)
+        peer = PeerId(PeerKind.AGENT, node_id, node.agent_id if node is not None else 0)
+        return self.server.send(peer, Shutdown(grace_s=grace_s))
+
+    def send_to_lead(self, replica_id: str, incarnation: int, message: HeadToLead) -> bool:
+        """See `cluster.dispatcher.LeadLink`."""
+        return self.server.send(PeerId(PeerKind.LEAD, replica_id, incarnation), message)
+
+    def on_message(self, peer: PeerId, message: Any) -> None:
+        """From the transport: any message of any peer."""
+        if peer.kind is PeerKind.AGENT:
+            self._from_agent(peer, message)
+        else:
+            self._from_lead(peer, message)
+
+    def _from_agent(self, peer: PeerId, message: AgentToHead) -> None:
+        match message:
+            case Register():
+                if message.node_id == peer.name:
+                    self.feed(NodeRegistered(peer.generation, message))
+                else:
+                    self._drop(DropReason.UNKNOWN_PEER)
+            case Heartbeat(running=running):
+                self.feed(AgentSpoke(peer.name, peer.generation, tuple(running)))
+            case WorkerStarted() | StartFailed() | WorkerExited():
+                self.feed(AgentReported(peer.name, peer.generation, message))
+            case Leaving(reason=reason):
+                self.feed(NodeGone(peer.name, peer.generation, f"its agent left: {reason}"))
+            case _:
+                assert_never(message)
+
+    def _from_lead(self, peer: PeerId, message: LeadToHead) -> None:
+        """Only the connection's own, present incarnation is listened to."""
+        if message.incarnation != peer.generation or not self.state.is_current(peer.name, peer.generation):
+            self._drop(DropReason.STALE)
+            return
+        match message:
+            case Tokens() | KVEvents():
+                if not self.table.on_message(peer.name, message):
+                    self._drop(DropReason.REPEATED)
+            case Pong():
+                pass
+            case LeadStats():
+                self.table.on_message(peer.name, message)
+                self.feed(LeadSpoke(peer.name, peer.generation, message))
+            case _:
+                self.feed(LeadSpoke(peer.name, peer.generation, message))
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case SendToAgent(node_id=node_id, agent_id=agent_id, message=message):
+                self.server.send(PeerId(PeerKind.AGENT, node_id, agent_id), message)
+            case RecordIncarnation(replica_id=replica_id, incarnation=incarnation):
+                self._store.put(INCARNATION_KEY + replica_id, str(incarnation).encode())
+            case OpenRoute(replica_id=replica_id, incarnation=incarnation, deployment=deployment, ready=ready):
+                self.table.open_route(replica_id, incarnation, deployment, ready)
+            case DrainRoute(replica_id=replica_id, incarnation=incarnation, ask_lead=ask_lead):
+                self.table.drain_route(replica_id, incarnation)
+                if ask_lead:
+                    self.send_to_lead(replica_id, incarnation, Drain(incarnation=incarnation))
+            case CloseRoute(replica_id=replica_id, incarnation=incarnation, blames_requests=blames_requests):
+                self.table.close_route(replica_id, incarnation, blames_requests=blames_requests)
+            case ResyncRoute(replica_id=replica_id, incarnation=incarnation):
+                self.table.resync_route(replica_id, incarnation)
+            case Announce(text=text, is_failure=is_failure):
+                logger.log(logging.WARNING if is_failure else logging.INFO, "%s", text)
+            case _:
+                assert_never(command)
+
+    def _fail_hopeless(self) -> None:
+        """Requests whose replicas will not come (back) are told so."""
+        for config in self.state.deployments.values():
+            replicas = [r for r in self.state.replicas.values() if r.deployment == config.name]
+            if self.state.is_stopping:
+                self.table.fail_waiting(config.name, "the server is stopping")
+            elif replicas and all(replica.state is ReplicaState.FAILED for replica in replicas):
+                reason = replicas[0].failure.reason
+                self.table.fail_waiting(config.name, f"no replica of {config.model} can be started: {reason}")
+
+    def _drop(self, reason: DropReason) -> None:
+        self.server.counters.dropped[reason] += 1

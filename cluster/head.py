@@ -1,0 +1,267 @@
+"""The head process: start-up, main loop, shutdown. Everything it does is done by its parts; this is their life.
+
+Order matters: sockets are bound before anything heavy starts, so that a port in use is said at once; on the way out new
+requests are refused first, open ones finish, then workers, agent, HTTP and sockets end. Imports no torch. Called by the
+launcher, which hands in what this package may not know: the application's tokenizer and how an agent is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from cluster.config import ClusterConfig
+from cluster.control import ControlPlane
+from cluster.events import DeploymentApplied, NodeGone
+from cluster.gateway import Gateway
+from cluster.head_gateway import HeadGateway, served_models
+from cluster.http_server import HttpServer, bind_http
+from cluster.local_agent import AgentCommand, AgentTicket, LocalAgent
+from cluster.messages import AgentToHead
+from cluster.metrics import HeadMetrics
+from cluster.security import load_or_create_token
+from cluster.status import ClusterStatus
+from cluster.store.sqlite import SqliteStore
+from cluster.versions import installed_versions
+from sonar.errors import ConfigError
+from sonar.messages import LeadToHead
+from sonar.transport import Address, PeerKind
+from sonar.transport_server import Server
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25
+LOCAL_NODE = "local"
+# A head that serves one deployment from its own host ends when the first start fails twice.
+START_ATTEMPTS = 2
+
+
+@dataclass(frozen=True)
+class HeadServices:
+    """What the HTTP application is made from. registry: the head's metrics, to be shown with the application's own."""
+
+    gateway: Gateway
+    registry: CollectorRegistry
+    status: Callable[[], ClusterStatus]
+
+
+AppFactory = Callable[[HeadServices], Any]
+
+
+class HeadObserver(Protocol):
+    """Whoever wants to see the head's progress; called in its loop, so never for long."""
+
+    def on_listening(self, http: Address, control: Address) -> None:
+        """Both ports are open; nothing is served yet."""
+        ...
+
+    def on_status(self, status: ClusterStatus) -> None:
+        """A node or replica has changed."""
+        ...
+
+
+@dataclass(frozen=True)
+class HeadResult:
+    """How a head ended. error: for people, when it was not asked to."""
+
+    exit_code: int
+    error: str = ""
+
+
+class Head:
+    """Owns the parts of one head process.
+
+    Args:
+        app_factory: makes the ASGI application.
+        agent_command: starts an agent for this host; None leaves this host out of the cluster.
+        exit_when_failed: end when a replica cannot be started at all, instead of waiting for better hosts.
+
+    Raises:
+        ConfigError: a port is in use, another head uses the state directory, or the token cannot be read.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        app_factory: AppFactory,
+        *,
+        agent_command: AgentCommand | None = None,
+        observer: HeadObserver | None = None,
+        exit_when_failed: bool = False,
+    ) -> None:
+        self.config = config
+        self._observer = observer
+        self._exit_when_failed = exit_when_failed
+        self._result = HeadResult(0)
+        self._stop_requests = 0
+        self._stopping = asyncio.Event()
+        with ExitStack() as opened:
+            self._open_parts(opened, app_factory, agent_command)
+            self._opened = opened.pop_all()
+
+    def _open_parts(self, opened: ExitStack, app_factory: AppFactory, agent_command: AgentCommand | None) -> None:
+        config = self.config
+        listener = bind_http(config.network.http_host, config.network.http_port)
+        opened.callback(listener.close)
+        config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = opened.enter_context((config.state_dir / "head.lock").open("w"))
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another head uses {config.state_dir}; stop it, or choose another directory", param="state_dir"
+            ) from error
+        server = Server(
+            load_or_create_token(config.token_path), {PeerKind.AGENT: AgentToHead, PeerKind.LEAD: LeadToHead}
+        )
+        opened.callback(server.close)
+        control_address = server.bind(config.network.control_host, config.network.control_port)
+        store = SqliteStore(config.state_dir / "head.db")
+        opened.callback(store.close)
+        self.control_address = control_address
+        self.control = ControlPlane(config, server, store, installed_versions(), time.monotonic)
+        state, table = self.control.state, self.control.table
+        gateway = HeadGateway(table, partial(served_models, state, table, int(time.time())))
+        self.services = HeadServices(gateway, HeadMetrics(self.control).registry, self.control.status)
+        self.http = HttpServer(app_factory(self.services), listener)
+        self.agent = self._make_agent(agent_command) if agent_command else None
+
+    def _make_agent(self, command: AgentCommand) -> LocalAgent:
+        ticket = AgentTicket(
+            head=_reachable(self.control_address),
+            token_path=self.config.token_path,
+            node_id=LOCAL_NODE,
+            state_dir=self.config.state_dir / "agent",
+        )
+        return LocalAgent(ticket, command, lambda reason: self.control.feed(NodeGone(LOCAL_NODE, None, reason)))
+
+    def request_stop(self) -> None:
+        """Begins to end the head; asked a second time, it ends without draining."""
+        self._stop_requests += 1
+        self._stopping.set()
+
+    async def run(self) -> HeadResult:
+        """The head's life, in the running loop; when it returns, no child process and no socket is left.
+
+        Raises:
+            SonarError: the HTTP application did not start.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._startup()
+                ticker = group.create_task(self._tick_forever())
+                group.create_task(self.http.run())
+                if self.agent is not None:
+                    group.create_task(self.agent.run())
+                await self._stopping.wait()
+                await self._shutdown()
+                ticker.cancel()
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            if self.agent is not None:
+                await self.agent.stop(0.0)
+            self._opened.close()
+        return self._result
+
+    def _startup(self) -> None:
+        self.control.open()
+        if self._observer is not None:
+            self._observer.on_listening(self.http.address, self.control_address)
+        for deployment in self.config.deployments:
+            self.control.feed(DeploymentApplied(deployment))
+
+    async def _tick_forever(self) -> None:
+        shown: object = None
+        while True:
+            self.control.tick()
+            if self._observer is not None:
+                status = self.control.status()
+                if (news := _news(status)) != shown:
+                    shown = news
+                    self._observer.on_status(status)
+            if self._exit_when_failed and not self._stopping.is_set():
+                self._check_start()
+            await asyncio.sleep(TICK_S)
+
+    def _check_start(self) -> None:
+        """Ends a head whose only purpose cannot be met."""
+        for replica in self.control.state.replicas.values():
+            failure = replica.failure
+            if not replica.was_ready and (failure.is_permanent or failure.count >= START_ATTEMPTS):
+                self._result = HeadResult(1, _failure_text(replica.replica_id, failure.reason, failure.log_tail))
+                self.request_stop()
+
+    async def _shutdown(self) -> None:
+        """Open requests first, then replicas, the agent, HTTP. Each wait has a deadline; a second request ends it."""
+        times = self.config.timeouts
+        logger.info("stopping: %d open requests", self.control.table.num_open)
+        self.control.begin_stop()
+        await self._wait_until(
+            lambda: self.control.state.is_stopped and not self.control.table.num_open,
+            times.drain_s + times.kill_grace_s,
+        )
+        self.http.stop(now=self._stop_requests > 1)
+        if self.agent is not None:
+            self.agent.expect_end()
+            if self._stop_requests > 1 or not self.control.shut_down_node(LOCAL_NODE, times.kill_grace_s):
+                self.agent.terminate()
+            await self.agent.stop(0.0 if self._stop_requests > 1 else times.kill_grace_s + 2.0)
+
+    async def _wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not is_done() and self._stop_requests < 2:
+            if time.monotonic() > deadline_s:
+                logger.warning("gave up waiting for %d open requests", self.control.table.num_open)
+                return
+            await asyncio.sleep(0.02)
+
+
+def run_head(
+    config: ClusterConfig,
+    app_factory: AppFactory,
+    *,
+    agent_command: AgentCommand | None = None,
+    observer: HeadObserver | None = None,
+    exit_when_failed: bool = False,
+) -> HeadResult:
+    """Runs a head in this process until SIGTERM, SIGINT or a failure; see `Head`. Call it from the main thread."""
+
+    async def serve() -> HeadResult:
+        head = Head(
+            config, app_factory, agent_command=agent_command, observer=observer, exit_when_failed=exit_when_failed
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, head.request_stop)
+        return await head.run()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve())
+
+
+def _news(status: ClusterStatus) -> object:
+    """What of a status is worth showing when it changes."""
+    nodes = [(node.node_id, node.state) for node in status.nodes]
+    return nodes, [(r.replica_id, r.state, r.incarnation, r.phase, r.done, r.note) for r in status.replicas]
+
+
+def _reachable(address: Address) -> Address:
+    """How this host's own processes reach a socket that may listen on all addresses."""
+    return address._replace(host={"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address.host, address.host))
+
+
+def _failure_text(replica_id: str, reason: str, log_tail: str) -> str:
+    lines = "\n".join(f"  | {line}" for line in log_tail.splitlines()[-20:])
+    return f"{replica_id} cannot be started: {reason}" + (f"\n{lines}" if lines else "")

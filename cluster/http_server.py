@@ -1,0 +1,84 @@
+"""uvicorn as a part of the head: on a socket that is bound before anything heavy starts, in the head's own loop.
+
+Leaves signals to the head. Knows no application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from sonar.errors import ConfigError, SonarError
+from sonar.transport import Address
+
+BACKLOG = 2048
+
+
+def bind_http(host: str, port: int) -> socket.socket:
+    """A listening socket; clients may connect from now on, and wait.
+
+    Raises:
+        ConfigError: the port is in use, or the address is not this machine's.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"http_host={host!r} is no address of this machine ({error})", param="http_host") from error
+    family, kind, protocol, _, address = found[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # At once, not when the server starts: with SO_REUSEADDR two processes can bind a port, only one can listen.
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
+        raise ConfigError(
+            f"http_port={port} on {host} {reason}; stop what listens there, or choose another port", param="http_port"
+        ) from error
+    return listener
+
+
+class _QuietServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Takes no signals: the head has to drain before its HTTP server ends."""
+        yield
+
+
+class HttpServer:
+    """Serves an ASGI application on a listening socket."""
+
+    def __init__(self, app: Any, listener: socket.socket) -> None:
+        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=5)
+        self._server = _QuietServer(config)
+        self._listener = listener
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> Address:
+        """What it listens on."""
+        host, port = self._listener.getsockname()[:2]
+        return Address(host, port)
+
+    async def run(self) -> None:
+        """Serves until `stop`.
+
+        Raises:
+            SonarError: the application did not start.
+        """
+        await self._server.serve([self._listener])
+        if not self._server.started:
+            raise SonarError("the HTTP application did not start; the log says why")
+
+    def stop(self, *, now: bool = False) -> None:
+        """Ends `run` once open responses are done (at most 5 s), or now."""
+        self._server.should_exit = True
+        self._server.force_exit |= now

@@ -1,0 +1,1 @@
+"""What a head must remember over a restart."""

@@ -1,0 +1,19 @@
+"""Versions that two hosts of one cluster compare. Reads package metadata; imports none of the packages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+
+import sonar
+
+
+def installed_versions() -> dict[str, str]:
+    """Package -> version; "" for one that is not installed."""
+    versions = {"sonar": sonar.__version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "pyzmq", "msgspec"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = ""
+    return versions

@@ -1,0 +1,265 @@
+"""The node agent: joins a head, tells of this host, starts and ends workers as told, reports every exit.
+
+One synchronous loop that sleeps until something happens: a message, a worker's end, a signal, a deadline. It decides
+nothing; what it is told for a worker that is gone it ignores. Started by `sonar join` or, for a head's own host, by the
+head (`python -m launcher.agent`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import logging
+import math
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import assert_never
+
+import zmq
+
+from cluster.config import DEFAULT_CONTROL_PORT, check_name
+from cluster.local_agent import AgentCommand, AgentTicket
+from cluster.messages import (
+    HeadToAgent,
+    Heartbeat,
+    KillReplica,
+    Leaving,
+    Refused,
+    Register,
+    RegisterAgain,
+    Registered,
+    Shutdown,
+    StartWorker,
+    StopWorker,
+)
+from cluster.security import read_token
+from cluster.versions import installed_versions
+from launcher.engines import engine_table
+from launcher.hardware import default_node_id, inspect_hardware
+from launcher.supervisor import Supervisor
+from sonar.errors import ConfigError, SonarError, UserError
+from sonar.process import die_with_parent
+from sonar.transport import PROTOCOL_VERSION, Address, PeerId, PeerKind, parse_address
+from sonar.transport_client import Client
+from sonar.worker.host import available_memory
+
+logger = logging.getLogger(__name__)
+
+# Marks every process that descends from an agent; see `launcher.leftovers`.
+MARK_VARIABLE = "SONAR_AGENT_STATE"
+EXIT_REFUSED = 3
+TERM_GRACE_S = 5.0
+# Without a head for so long, workers give back what they hold: nobody can use them.
+HEAD_LOSS_S = 600.0
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """What an agent is started with. engines: see `launcher.engines`."""
+
+    head: Address
+    token: str
+    node_id: str
+    state_dir: Path
+    engines: dict[str, str]
+    connect_timeout_s: float
+
+
+class Agent:
+    """Owns the link to the head and the supervisor of this host's workers."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self._settings = settings
+        peer = PeerId(PeerKind.AGENT, settings.node_id, secrets.randbits(62))
+        self._link = Client(settings.head, settings.token, peer, HeadToAgent)
+        mark = f"{MARK_VARIABLE}={settings.state_dir}"
+        self._supervisor = Supervisor(
+            settings.state_dir, mark, settings.head, settings.token, settings.engines, time.monotonic
+        )
+        self._hardware = inspect_hardware()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._heartbeat_interval_s = math.inf
+        self._next_heartbeat_s = math.inf
+        self._connected_s = time.monotonic()
+        self._exit_code: int | None = None
+        self._exit_reason = ""
+
+    def run(self) -> int:
+        """Serves until told to end; returns the exit code.
+
+        Raises:
+            HandshakeRefusedError, UnreachableError: there is no head that takes this token.
+        """
+        swept = self._supervisor.sweep()
+        self._catch_signals()
+        try:
+            self._link.connect(self._settings.connect_timeout_s)
+            logger.info("node %s joins %s; swept %s", self._settings.node_id, self._settings.head, swept or "nothing")
+            self._register()
+            while self._exit_code is None or self._supervisor.running():
+                self._turn()
+            self._link.send(Leaving(reason=self._exit_reason))
+            self._link.close()
+            return self._exit_code
+        finally:
+            self._supervisor.kill_all()
+
+    def _turn(self) -> None:
+        """Waits for whatever comes first, and deals with all that has come."""
+        self._wait()
+        for message in self._link.receive(0.0):
+            self._obey(message)
+        if self._link.take_reconnected():
+            self._register()
+        for report in self._supervisor.reap():
+            logger.info("%s ended: exit code %d, signal %d", report.worker, report.exit_code, report.signal)
+            self._link.send(report)
+        self._supervisor.tick()
+        now = time.monotonic()
+        if self._link.is_connected:
+            self._connected_s = now
+            if now >= self._next_heartbeat_s:
+                self._next_heartbeat_s = now + self._heartbeat_interval_s
+                running = [worker.worker for worker in self._supervisor.running()]
+                self._link.send(Heartbeat(memory_available_bytes=available_memory(), running=running))
+        elif now - self._connected_s > HEAD_LOSS_S and self._supervisor.running():
+            logger.warning("no head for %.0f s: ending the workers", HEAD_LOSS_S)
+            self._supervisor.stop_all(TERM_GRACE_S)
+
+    def _wait(self) -> None:
+        poller = zmq.Poller()
+        for descriptor in (*self._link.sockets, self._wake_receiver, *self._supervisor.pidfds()):
+            poller.register(descriptor, zmq.POLLIN)
+        now = time.monotonic()
+        due_s = min(self._next_heartbeat_s, self._supervisor.next_deadline_s(), now + 1.0)
+        ready = dict(poller.poll(max(0, math.ceil((due_s - now) * 1000))))
+        if self._wake_receiver.fileno() in ready:
+            self._wake_receiver.recv(64)
+
+    def _obey(self, message: HeadToAgent) -> None:
+        match message:
+            case Registered(heartbeat_interval_s=interval_s):
+                self._heartbeat_interval_s, self._next_heartbeat_s = interval_s, time.monotonic()
+            case Refused(reason=reason):
+                logger.error("the head refused this node: %s", reason)
+                self._end(EXIT_REFUSED, reason, 0.0)
+            case RegisterAgain():
+                self._register()
+            case StartWorker():
+                if self._exit_code is None:
+                    self._link.send(self._supervisor.start(message))
+            case StopWorker(worker=worker, grace_s=grace_s):
+                self._supervisor.stop(worker, grace_s)
+            case KillReplica(replica_id=replica_id, incarnation=incarnation, dump_stacks=dump_stacks):
+                self._supervisor.kill(replica_id, incarnation, dump_stacks=dump_stacks)
+            case Shutdown(grace_s=grace_s):
+                self._end(0, "the head asked for it", grace_s)
+            case _:
+                assert_never(message)
+
+    def _register(self) -> None:
+        register = Register(
+            protocol=PROTOCOL_VERSION,
+            node_id=self._settings.node_id,
+            pid=os.getpid(),
+            versions=installed_versions(),
+            hardware=self._hardware,
+            running=self._supervisor.running(),
+        )
+        self._link.send(register)
+
+    def _end(self, exit_code: int, reason: str, grace_s: float) -> None:
+        self._exit_code, self._exit_reason = exit_code, reason
+        self._supervisor.stop_all(grace_s)
+
+    def _catch_signals(self) -> None:
+        """SIGTERM and SIGINT end the agent and its workers; a pipe wakes the loop's wait."""
+        self._wake_sender.setblocking(False)
+        self._wake_receiver.setblocking(False)
+        signal.set_wakeup_fd(self._wake_sender.fileno())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: self._end(0, signal.Signals(number).name, TERM_GRACE_S))
+
+
+def local_agent_command(engines: Sequence[str] = ()) -> AgentCommand:
+    """How a head starts the agent of its own host.
+
+    Args:
+        engines: "NAME=MODULE:FUNCTION" items beside the known ones.
+    """
+
+    def command(ticket: AgentTicket) -> list[str]:
+        flags = {
+            "--head": str(ticket.head),
+            "--token-file": str(ticket.token_path),
+            "--node-id": ticket.node_id,
+            "--state-dir": str(ticket.state_dir),
+            "--parent-pid": str(os.getpid()),
+        }
+        words = [word for pair in flags.items() for word in pair]
+        return [sys.executable, "-m", "launcher.agent", *words, *(w for item in engines for w in ("--engine", item))]
+
+    return command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of an agent."""
+    parser.add_argument("--head", required=True, metavar="HOST[:PORT]", help="where the head's control port is")
+    parser.add_argument("--token-file", required=True, type=Path, help="the head's join token, copied to this host")
+    parser.add_argument("--node-id", default=default_node_id(), help="name of this host in the cluster")
+    parser.add_argument("--state-dir", required=True, type=Path, help="for logs and records of this agent alone")
+    parser.add_argument("--connect-timeout-s", type=float, default=30.0, help="for the first connection")
+    parser.add_argument("--engine", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help="one more engine")
+    parser.add_argument("--parent-pid", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def run_agent(args: argparse.Namespace) -> int:
+    """Runs an agent to its end; returns the exit code.
+
+    Raises:
+        ConfigError: a flag is wrong, or another agent uses the state directory.
+        HandshakeRefusedError, UnreachableError: see `Agent.run`.
+    """
+    check_name("node_id", args.node_id)
+    settings = AgentSettings(
+        head=parse_address(args.head, DEFAULT_CONTROL_PORT),
+        token=read_token(args.token_file),
+        node_id=args.node_id,
+        state_dir=args.state_dir.resolve(),
+        engines=engine_table(args.engine),
+        connect_timeout_s=args.connect_timeout_s,
+    )
+    if args.parent_pid:
+        die_with_parent(args.parent_pid)
+    os.environ[MARK_VARIABLE] = str(settings.state_dir)
+    settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (settings.state_dir / "agent.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"another agent uses {settings.state_dir}; give this one its own --state-dir") from error
+        return Agent(settings).run()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `python -m launcher.agent`."""
+    parser = argparse.ArgumentParser(prog="sonar-agent", description="joins this host to a head and runs its workers")
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        return run_agent(args)
+    except SonarError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
