@@ -79,7 +79,7 @@ def load_runner(
     model_config = load_model_config(source)
     machine = machine or inspect_machine()
     resolved, rows = resolve_config(config, model_config, machine)
-    device = torch.device(resolved.device)
+    device = _find_device(resolved)
     if device.type == "cpu":
         torch.set_num_threads(resolved.threads)
     model, ops, weights_bytes = _load_weights(resolved, model_config, source, device, progress)
@@ -145,13 +145,18 @@ class RunnerBuilder:
         )
 
 
+def _find_device(config: EngineConfig) -> torch.device:
+    # With its index: the runner's thread has a current device of its own.
+    return torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
+
+
 def _load_weights(
     config: EngineConfig, model_config: ModelConfig, source: ModelSource, device: torch.device, progress: Progress
 ) -> tuple[Model, OpTable, int]:
     """The model, its ops, and the bytes that loading took."""
     progress("load weights", 0, 0)
     dtype = DTYPES[config.dtype]
-    ops = select_ops(device, dtype)
+    ops = select_ops(device, dtype, activations=config.activations)
     before = _bytes_in_use(device)
     with torch.inference_mode():
         weights = open_weights(source, model_config, config.load_format, dtype, device)

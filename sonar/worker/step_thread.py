@@ -21,12 +21,17 @@ T = TypeVar("T")
 
 class RunningCall(Generic[T]):
     """A call under way. Its outcome is waited for without a deadline: a step has none of its own, and whoever watches
-    over the process sees that steps stop."""
+    over the process sees that steps stop.
+
+    Attributes:
+        error: what it raised, once it is done.
+    """
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
         self._outcome: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
         self._is_done = False
+        self.error: BaseException | None = None
 
     @property
     def is_done(self) -> bool:
@@ -43,18 +48,25 @@ class RunningCall(Generic[T]):
     def run(self) -> None:
         """Makes the call, in the thread's place."""
         try:
-            outcome: tuple[T | None, BaseException | None] = (self._function(), None)
+            value = self._function()
         except BaseException as error:  # noqa: BLE001 - whatever it is, it belongs to whoever waits
-            outcome = (None, error)
+            self.fail(error)
+        else:
+            self._is_done = True
+            self._outcome.put((value, None))
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the call with an error."""
+        self.error = error
         self._is_done = True
-        self._outcome.put(outcome)
+        self._outcome.put((None, error))
 
 
 class StepThread:
     """Owns one thread.
 
     Args:
-        enter: called first, in the thread.
+        enter: called first, in the thread. What it raises, every call raises.
     """
 
     def __init__(self, name: str, enter: Callable[[], None]) -> None:
@@ -78,7 +90,11 @@ class StepThread:
             _logger.error("thread %s is still busy after %.0f s; left behind", self._thread.name, _CLOSE_TIMEOUT_S)
 
     def _loop(self) -> None:
-        self._enter()
+        entering = RunningCall(self._enter)
+        entering.run()
         while (call := self._calls.get()) is not None:
-            call.run()
+            if entering.error is not None:
+                call.fail(entering.error)
+            else:
+                call.run()
             del call  # or the last step's tensors would live until the next one comes

@@ -38,3 +38,11 @@ def test_close_ends_the_thread_after_what_is_queued():
     thread.close()
     assert (waiting.result(), last.result()) == (True, "last")
     assert not thread._thread.is_alive()
+
+
+def test_a_thread_that_cannot_be_entered_fails_its_calls_instead_of_hanging_them():
+    thread = StepThread("steps", lambda: 1 // 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            thread.submit(lambda: 1).result()
+    thread.close()
