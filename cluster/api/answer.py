@@ -21,6 +21,7 @@ from cluster.api.generation import Update, run_choices
 from cluster.api.metrics import GenerationMetrics
 from cluster.api.middleware import DIRECT_SEND
 from cluster.api.settings import ApiSettings
+from cluster.api.tokenizers import TokenizerPool
 from cluster.api.writers import Writer
 from cluster.gateway import Gateway
 
@@ -31,6 +32,8 @@ _SSE_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
 )
+# What writing one row of prompt logprobs costs, in characters to tokenize.
+_CHARS_PER_LOGPROB_ROW = 20
 _JSON_TYPE = (b"content-type", b"application/json")
 
 
@@ -39,6 +42,7 @@ class GenerationAnswer(Response):
 
     Args:
         choices: at least one; run when the answer is called.
+        tokenizers: lends its threads for what takes long to write down.
         on_token: called whenever pieces come, for `/ready` to know that the model works.
     """
 
@@ -49,6 +53,7 @@ class GenerationAnswer(Response):
         writer: Writer,
         metrics: GenerationMetrics,
         settings: ApiSettings,
+        tokenizers: TokenizerPool,
         on_token: Callable[[], None],
     ) -> None:
         super().__init__()
@@ -57,7 +62,9 @@ class GenerationAnswer(Response):
         self._writer = writer
         self._metrics = metrics
         self._settings = settings
+        self._tokenizers = tokenizers
         self._on_token = on_token
+        self._has_prompt_logprobs = any(c.request.sampling.prompt_logprobs is not None for c in choices)
         self._started = False
         self._num_open = len(choices)
 
@@ -81,13 +88,21 @@ class GenerationAnswer(Response):
             async with aclosing(run_choices(self._gateway, self._choices, self._metrics)) as batches:
                 async for batch in batches:
                     self._on_token()
-                    data = self._written(batch)
+                    data = await self._written_aside(batch) if self._has_prompt_logprobs else self._written(batch)
                     if data:
                         watch.began()
                         if not self._started:
                             await self._start(data, send)
                         await direct_send({"type": "http.response.body", "body": data, "more_body": self._num_open > 0})
                         watch.ended()
+
+    async def _written_aside(self, batch: Sequence[Update]) -> bytes:
+        """`_written`, in a thread when the batch may bring the logprobs of a long prompt: tens of thousands of entries
+        would hold up every other stream."""
+        num_rows = sum(len(choice.prompt_logprobs) for choice, _ in batch)
+        is_large = not self._started or any(piece.finish is not None for _, piece in batch)
+        chars = num_rows * _CHARS_PER_LOGPROB_ROW if is_large else 0
+        return await self._tokenizers.run(chars, lambda: self._written(batch))
 
     def _written(self, batch: Sequence[Update]) -> bytes:
         """The bytes of a batch of pieces, and of the end when it is there."""

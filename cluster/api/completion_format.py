@@ -129,7 +129,7 @@ class CompletionChunkWriter:
         options: CompletionOptions,
         stream_options: StreamOptions,
     ) -> None:
-        self._frame = ChunkFrame(head, "text_completion", choices, stream_options)
+        self._frame = ChunkFrame(head, "text_completion", choices, stream_options, count_output=not options.drop_output)
         self._rows = [_ChoiceRows(tokenizer, options) for _ in choices]
         self._opening = [self._frame.opening + b'{"index":%d,"text":' % choice.index for choice in choices]
 

@@ -129,7 +129,9 @@ class _Generator:
             services.readiness.saw_token(name)
 
         metrics = services.metrics.of_model(name)
-        return GenerationAnswer(services.gateway, choices, writer, metrics, services.settings, on_token)
+        return GenerationAnswer(
+            services.gateway, choices, writer, metrics, services.settings, services.tokenizers, on_token
+        )
 
 
 class ChatRoute(_Generator):

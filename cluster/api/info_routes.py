@@ -103,7 +103,9 @@ def tokenize_router(services: Services) -> APIRouter:
         ids = prompt.token_ids
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
         if body.return_token_strs:
-            answer["token_strs"] = [tokenizer.token_to_bytes(i).decode("utf-8", "replace") for i in ids]
+            answer["token_strs"] = await services.tokenizers.run(
+                len(ids) * _CHARS_PER_ID, lambda: [tokenizer.token_to_bytes(i).decode("utf-8", "replace") for i in ids]
+            )
         return _json(answer)
 
     @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))

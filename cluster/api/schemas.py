@@ -13,6 +13,8 @@ from msgspec import Meta
 
 # Wider integers would overflow in float() or in str() when an error quotes them.
 Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+# Narrower than what the head itself may use, whose probes come before everything.
+Priority = Annotated[int, Meta(ge=-1_000_000, le=1_000_000)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -60,8 +62,8 @@ class SamplerFields(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    priority: Int | None = None
-    cache_salt: str | None = None
+    priority: Priority | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     add_special_tokens: bool | None = None
 
 

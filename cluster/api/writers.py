@@ -77,10 +77,20 @@ class ChunkFrame:
 
     Args:
         kind: the chunk's `object`.
+        count_output: see `usage`.
     """
 
-    def __init__(self, head: ResponseHead, kind: str, choices: Sequence[Choice], options: StreamOptions) -> None:
+    def __init__(
+        self,
+        head: ResponseHead,
+        kind: str,
+        choices: Sequence[Choice],
+        options: StreamOptions,
+        *,
+        count_output: bool = True,
+    ) -> None:
         self._choices = choices
+        self._count_output = count_output
         self._include_usage = bool(options.include_usage)
         self._continuous = bool(options.continuous_usage_stats)
         fields = {"id": head.response_id, "object": kind, "created": head.created_unix_s, "model": head.model}
@@ -90,11 +100,14 @@ class ChunkFrame:
     def closing(self) -> bytes:
         """Ends a chunk, with the usage so far when it was asked for in every chunk."""
         if self._continuous:
-            return b'],"usage":' + encode_json(usage(self._choices)) + b"}\n\n"
+            return b'],"usage":' + self._usage() + b"}\n\n"
         return self._constant_close
 
     def end(self) -> bytes:
         """The usage chunk, if asked for, and the end mark."""
         if not self._include_usage:
             return DONE
-        return self.opening + b'],"usage":' + encode_json(usage(self._choices)) + b"}\n\n" + DONE
+        return self.opening + b'],"usage":' + self._usage() + b"}\n\n" + DONE
+
+    def _usage(self) -> bytes:
+        return encode_json(usage(self._choices, count_output=self._count_output))

@@ -178,6 +178,11 @@ def test_max_tokens_0_scores_a_prompt(served: Served) -> None:
     assert got.choices[0].logprobs.token_logprobs == [None, -1.0, -1.0]
     assert got.usage is not None
     assert got.usage.completion_tokens == 0
+    *_, last = served.openai().completions.create(
+        model="fake", prompt="ab", max_tokens=0, echo=True, stream=True, stream_options={"include_usage": True}
+    )
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 0
 
 
 def test_best_of_shows_the_most_likely(served: Served) -> None:
@@ -197,6 +202,22 @@ def test_prompt_logprobs(served: Served) -> None:
         None,
         {"66": {"logprob": -1.0, "rank": 1, "decoded_token": "B"}},
     ]
+
+
+def test_logprobs_of_a_long_prompt_are_written_aside(served: Served) -> None:
+    prompt = [65] * 1500
+    arguments: Any = {"model": "fake", "prompt": prompt, "max_tokens": 2, "echo": True, "logprobs": 5}
+    client = served.openai()
+    whole = client.completions.create(**arguments, extra_body={"prompt_logprobs": 5}).choices[0]
+    assert len(whole.prompt_logprobs) == 1500  # type: ignore[attr-defined]
+    assert whole.logprobs is not None
+    assert whole.logprobs.tokens is not None
+    assert len(whole.logprobs.tokens) == 1502
+    tokens: list[str] = []
+    for chunk in client.completions.create(**arguments, stream=True):
+        tokens += (chunk.choices[0].logprobs.tokens or []) if chunk.choices[0].logprobs else []
+    assert tokens[:1500] == whole.logprobs.tokens[:1500]
+    assert len(tokens) == 1502
 
 
 def test_models(served: Served) -> None:
