@@ -7,6 +7,7 @@ waits. Does not know HTTP or processes. Made by the head.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, assert_never
 
@@ -27,6 +28,7 @@ from cluster.events import (
     DeploymentApplied,
     DeploymentRemoved,
     Event,
+    FailureExplained,
     LeadSpoke,
     NodeGone,
     NodeRegistered,
@@ -93,9 +95,11 @@ class ControlPlane:
         return cluster_status(self.state, self.table, self._clock())
 
     def feed(self, event: Event) -> None:
-        """Something happened; what follows is done at once."""
-        for command in self.state.handle(event, self._clock()):
-            self._execute(command)
+        """Something happened; what follows is done at once, and after it what follows from that."""
+        events: deque[Event] = deque([event])
+        while events:
+            for command in self.state.handle(events.popleft(), self._clock()):
+                events.extend(self._execute(command))
         if isinstance(event, DeploymentApplied | DeploymentRemoved):
             self.table.set_deployments(self.state.deployments.values())
 
@@ -164,7 +168,7 @@ class ControlPlane:
             case _:
                 self.feed(LeadSpoke(peer.name, peer.generation, message))
 
-    def _execute(self, command: Command) -> None:
+    def _execute(self, command: Command) -> list[Event]:
         match command:
             case SendToAgent(node_id=node_id, agent_id=agent_id, message=message):
                 self.server.send(PeerId(PeerKind.AGENT, node_id, agent_id), message)
@@ -177,13 +181,15 @@ class ControlPlane:
                 if ask_lead:
                     self.send_to_lead(replica_id, incarnation, Drain(incarnation=incarnation))
             case CloseRoute(replica_id=replica_id, incarnation=incarnation, blames_requests=blames_requests):
-                self.table.close_route(replica_id, incarnation, blames_requests=blames_requests)
+                if self.table.close_route(replica_id, incarnation, blames_requests=blames_requests):
+                    return [FailureExplained(replica_id)]
             case ResyncRoute(replica_id=replica_id, incarnation=incarnation):
                 self.table.resync_route(replica_id, incarnation)
             case Announce(text=text, is_failure=is_failure):
                 logger.log(logging.WARNING if is_failure else logging.INFO, "%s", text)
             case _:
                 assert_never(command)
+        return []
 
     def _fail_hopeless(self) -> None:
         """Requests whose replicas will not come (back) are told so."""

@@ -75,6 +75,13 @@ class LeadSpoke:
 
 
 @dataclass(frozen=True)
+class FailureExplained:
+    """A replica's last end was the fault of a request, which has been failed for it; the replica is excused."""
+
+    replica_id: str
+
+
+@dataclass(frozen=True)
 class NodeDrainRequested:
     """An operator wants no work on a node (or again: drain=False)."""
 
@@ -100,6 +107,7 @@ Event = (
     | AgentReported
     | NodeGone
     | LeadSpoke
+    | FailureExplained
     | NodeDrainRequested
     | StopRequested
     | Tick

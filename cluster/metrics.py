@@ -53,16 +53,9 @@ class HeadMetrics(Collector):
             "sonar_stream_pause_seconds",
             "From a replica's death to the next token of a stream it had",
             buckets=_PAUSE_BUCKETS,
-            registry=self.registry,
+            registry=None,  # collected below, after the pauses have been taken in
         )
         self.registry.register(self)
-
-    def observe_pauses(self) -> None:
-        """Takes the pauses out of the request table; call it now and then, and before a scrape."""
-        pauses = self._control.table.counters.pauses_s
-        for seconds in pauses:
-            self._pause.observe(seconds)
-        pauses.clear()
 
     def describe(self) -> list[Metric]:
         """Nothing: `collect` needs no dry run at registration."""
@@ -70,7 +63,11 @@ class HeadMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All families, from the figures of this moment."""
-        self.observe_pauses()
+        pauses = self._control.table.counters.pauses_s
+        for seconds in pauses:
+            self._pause.observe(seconds)
+        pauses.clear()
+        yield from self._pause.collect()
         yield from self._requests()
         yield from self._cluster()
         yield from self._replicas()

@@ -148,6 +148,14 @@ class ReplicaLife:
         elif replica.state not in (ReplicaState.DRAINING, ReplicaState.STOPPING):
             replica.enter(ReplicaState.STOPPED, now)
 
+    @staticmethod
+    def excuse(replica: ReplicaRecord, now: float) -> None:
+        """Its failures were not its own: the count begins anew, a wait for the next start is over."""
+        replica.failure.count = 0
+        replica.failure.by_node.clear()
+        if replica.state is ReplicaState.BACKOFF:
+            replica.due_s = now
+
     def tick(self, replica: ReplicaRecord, out: list[Command], now: float) -> None:
         """Deadlines of the present state."""
         waited_s = now - replica.since_s

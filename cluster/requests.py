@@ -134,11 +134,14 @@ class RequestTable:
         if route is not None:
             route.is_draining = True
 
-    def close_route(self, replica_id: str, incarnation: int, *, blames_requests: bool) -> None:
-        """A replica's incarnation is over: its requests wait for another, in their old order."""
+    def close_route(self, replica_id: str, incarnation: int, *, blames_requests: bool) -> bool:
+        """A replica's incarnation is over: its requests wait for another, in their old order.
+
+        Returns whether one of them was found to be the cause, and failed.
+        """
         route = self._routes.get(replica_id, incarnation)
         if route is None:
-            return
+            return False
         self._routes.close(route)
         now = self._clock()
         present = [attempt.request for attempt in route.attempts.values() if attempt.request is not None]
@@ -150,6 +153,7 @@ class RequestTable:
             else:
                 self._dispatcher.put_back(request, now)
         self._dispatcher.run(route.deployment)
+        return convicted is not None
 
     def resync_route(self, replica_id: str, incarnation: int) -> None:
         """The connection was made anew: whatever was sent or said may be lost, so every attempt begins again."""

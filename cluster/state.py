@@ -19,6 +19,7 @@ from cluster.events import (
     DeploymentApplied,
     DeploymentRemoved,
     Event,
+    FailureExplained,
     LeadSpoke,
     NodeDrainRequested,
     NodeGone,
@@ -112,6 +113,10 @@ class ClusterState:
             case DeploymentRemoved():
                 self.deployments.pop(event.name, None)
                 self._set_wanted(event.name, 0, out, now)
+            case FailureExplained():
+                replica = self.replicas.get(event.replica_id)
+                if replica is not None:
+                    self._life.excuse(replica, now)
             case NodeDrainRequested():
                 self._drain_node(event, out, now)
             case StopRequested():
