@@ -64,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_range("max_tokens", self.max_tokens, 1, 2**31)
         _check_range("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else 2**31)
         _check_range("temperature", self.temperature, 0.0, 100.0)
-        _check_range("top_k", self.top_k, -1, 2**31)
+        _check_range("top_k", self.top_k, -1, 2**31 - 1)  # samplers keep it in 32 bits
         _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_range("min_p", self.min_p, 0.0, 1.0)
         _check_range("typical_p", self.typical_p, 0.0, 1.0, open_low=True)
