@@ -10,6 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ONE = np.uint64(1)
+_HALF_BITS = np.uint64(32)
+_LOW_HALF = np.uint64(0xFFFFFFFF)
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
 
@@ -30,13 +34,25 @@ def draw_key(seed: int | NDArray[np.int64], position: int | NDArray[np.int64]) -
     Returns:
         int64 of the broadcast shape + (2,): key0, key1.
     """
-    seed_words, positions = np.atleast_1d(np.asarray(seed, np.uint64)), np.atleast_1d(np.asarray(position, np.uint64))
-    word = _mix(_mix(seed_words) + (positions + np.uint64(1)) * _GOLDEN)
-    halves = np.stack([word & np.uint64(0xFFFFFFFF), word >> np.uint64(32)], axis=-1).astype(np.int64)
-    return halves.reshape(*np.broadcast_shapes(np.shape(seed), np.shape(position)), 2)
+    words = draw_key_of_mixed(mix_seed(np.atleast_1d(seed)), np.atleast_1d(position))
+    return words.reshape(*np.broadcast_shapes(np.shape(seed), np.shape(position)), 2)
+
+
+def mix_seed(seed: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """mix(seed): what of `draw_key` stays the same over the steps of a request."""
+    return _mix(np.asarray(seed, np.uint64))
+
+
+def draw_key_of_mixed(mixed_seed: NDArray[np.uint64], position: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`draw_key` from what `mix_seed` gave; half the work."""
+    word = _mix(mixed_seed + (position.astype(np.uint64) + _ONE) * _GOLDEN)
+    key = np.empty((*word.shape, 2), np.int64)
+    key[..., 0] = word & _LOW_HALF
+    key[..., 1] = word >> _HALF_BITS
+    return key
 
 
 def _mix(word: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    word = (word ^ (word >> np.uint64(30))) * _MULTIPLIER_1
-    word = (word ^ (word >> np.uint64(27))) * _MULTIPLIER_2
-    return word ^ (word >> np.uint64(31))
+    word = (word ^ (word >> _SHIFTS[0])) * _MULTIPLIER_1
+    word = (word ^ (word >> _SHIFTS[1])) * _MULTIPLIER_2
+    return word ^ (word >> _SHIFTS[2])

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sonar.ops.draw_key import draw_key
+from sonar.ops.draw_key import draw_key_of_mixed, mix_seed
 from sonar.ops.table import SamplingTensors
 from sonar.worker.logits_rules import BadWords, Entries, PenaltyRows, PenaltyStages
 from sonar.worker.slots import Option, SlotTable
@@ -81,7 +81,7 @@ class Composition:
     """What follows from the rows' requests alone, whatever their positions; None where no row asks."""
 
     slots: IntArray
-    seeds: IntArray
+    mixed_seeds: NDArray[np.uint64]
     settings: Settings
     all_greedy: bool
     any_filter: bool
@@ -140,7 +140,7 @@ def compose(slot_ids: IntArray, slots: SlotTable, vocabulary: Vocabulary, device
     (top_k,) = upload([slots.top_k[slot_ids]], device)
     return Composition(
         slots=slot_ids,
-        seeds=slots.seed[slot_ids],
+        mixed_seeds=mix_seed(slots.seed[slot_ids]),
         settings=Settings(temperature, top_k, top_p, min_p, typical_p),
         all_greedy=Option.SAMPLED not in union,
         any_filter=Option.FILTER in union,
@@ -158,7 +158,7 @@ def plan_draw(composition: Composition, positions: IntArray, slots: SlotTable, d
     """Completes a composition for the positions (S,) that the drawn tokens will take."""
     arrays: list[NDArray[Any]] = []
     if not composition.all_greedy:
-        arrays.append(draw_key(composition.seeds, positions))
+        arrays.append(draw_key_of_mixed(composition.mixed_seeds, positions))
     banned = _active_bans(composition.bans, positions)
     arrays += [*banned, *_tail(composition, positions, slots), *_past(composition, positions, slots)]
     tensors = iter(upload(arrays, device))
