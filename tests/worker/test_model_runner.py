@@ -9,6 +9,7 @@ import torch
 
 from sonar.messages import AdmittedRequest, NewBlocks, StepBatch
 from sonar.sampling_params import SamplingParams
+from sonar.worker import model_runner
 from sonar.worker.draw_plan import Vocabulary
 from sonar.worker.kv_cache import CacheLayout, KVCache
 from sonar.worker.model_runner import ModelRunner, RunnerParts
@@ -134,8 +135,9 @@ def test_a_readmitted_request_goes_on_exactly(alone):
         runner.close()
 
 
-@pytest.mark.parametrize("chunk", [2, 5, 64])
-def test_prompt_logprobs_cover_the_prompt_from_its_second_token(chunk):
+@pytest.mark.parametrize(("chunk", "rows_at_once"), [(2, 256), (5, 2), (64, 3), (64, 256)])
+def test_prompt_logprobs_cover_the_prompt_from_its_second_token(monkeypatch, chunk, rows_at_once):
+    monkeypatch.setattr(model_runner, "_PROMPT_ROWS", rows_at_once)
     prompt = [(3 * p) % VOCAB for p in range(11)]
     runner = make_runner()
     plain = generate({0: (prompt, {"temperature": 0.0, "logprobs": 2})}, 1, 1000, 0)[0]
