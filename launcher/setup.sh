@@ -150,7 +150,7 @@ import tomllib; print(*tomllib.load(open("'"$ROOT"'/pyproject.toml", "rb"))["bui
     command -v cmake >/dev/null || tools+=(cmake)
     command -v ninja >/dev/null || tools+=(ninja)
     pip install "${tools[@]}" || return
-    PATH="$VENV/bin:$PATH" pip install --no-build-isolation -e "$ROOT${1:+[$1]}"
+    PATH="$VENV/bin:$PATH" pip install --verbose --no-build-isolation -e "$ROOT${1:+[$1]}"
 }
 
 setup_stages() {

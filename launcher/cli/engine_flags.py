@@ -47,6 +47,14 @@ FLAGS = (
     EngineFlag("--dtype", "engine", "dtype", str, "compute type", DTYPES),
     EngineFlag("--load-format", "engine", "load_format", str, "dummy: random weights", ("auto", "dummy")),
     EngineFlag("--threads", "engine", "threads", int, "CPU threads; 0: as many as the process may use"),
+    EngineFlag(
+        "--activations",
+        "engine",
+        "activations",
+        str,
+        "what quantized weights meet on a CPU; int8 is faster",
+        ("auto", "float32", "int8"),
+    ),
     EngineFlag("--seed", "engine", "seed", int, "of dummy weights"),
     EngineFlag("--block-size", "cache", "block_size", int, "tokens a KV block"),
     EngineFlag(

@@ -50,13 +50,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = arguments
     module_name, summary = COMMANDS[name]
     command = cast(Command, importlib.import_module(module_name))
-    parser = argparse.ArgumentParser(prog=f"sonar {name}", description=summary)
+    # No abbreviations: a flag that a later release adds must not change what a script means.
+    parser = argparse.ArgumentParser(prog=f"sonar {name}", description=summary, allow_abbrev=False)
+    parser.set_defaults(log_level="warning")
     command.add_arguments(parser)
-    parser.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="default: info; debug: with tracebacks")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, help="default: %(default)s; debug: with tracebacks")
     args = parser.parse_args(rest)
+    args.raw_arguments = rest
     logging.basicConfig(
         level=args.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    if args.log_level == "info":
+        for noisy in ("uvicorn", "httpx", "httpcore"):  # a line a request, and what the head says itself
+            logging.getLogger(noisy).setLevel(logging.WARNING)
     return _guarded(command, args)
 
 

@@ -61,6 +61,10 @@ class StateDir:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return self.path / f"server-{port}.log"
 
+    def server_dir(self, port: int) -> Path:
+        """The own folder of the server on this port. Port 0 (any free one) gets a new folder each time."""
+        return self.path / (f"server-{port}" if port else f"server-any-{os.getpid()}")
+
     def write(self, record: ServerRecord) -> None:
         """Replaces the record of the port at once, so that a reader never sees half a file."""
         target = self._file(record.port)

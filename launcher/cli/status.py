@@ -74,7 +74,17 @@ def process_lines(record: ServerRecord) -> list[str]:
     for process in processes:
         try:
             mib = process.memory_info().rss / 2**20
-            lines.append(f"  port {record.port}: pid {process.pid} {process.name()} {mib:.0f} MiB")
+            role = "head" if process.pid == record.pid else role_of(process.cmdline())
+            lines.append(f"  port {record.port}: {role} pid {process.pid} {mib:.0f} MiB")
         except psutil.NoSuchProcess:
             continue
     return lines
+
+
+def role_of(command: Sequence[str]) -> str:
+    """What a process below a head is, from its command line."""
+    text = " ".join(command)
+    for mark, role in (("launcher.agent", "agent"), ("resource_tracker", "helper"), ("spawn_main", "worker")):
+        if mark in text:
+            return role
+    return "other"

@@ -1,7 +1,7 @@
 """`sonar stop`: ends a server of this user and says what happened to every process of it.
 
-Asks first (SIGTERM: open requests are finished within the grace period), kills what is left. A process is signalled
-only if its start time is the recorded one.
+Asks first (SIGTERM: open requests are finished within the server's drain time), kills what is left after the grace
+period. A process is signalled only if its start time is the recorded one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from launcher.cli.status import NOTHING_RUNS
 from sonar.errors import UserError
 
 KILL_WAIT_S = 5.0
+SECOND_SIGNAL_S = 0.1  # two equal signals that are both pending count as one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which server and how patiently."""
     parser.add_argument("--port", type=int, default=None, help="of the server (default: the only one that runs)")
     parser.add_argument("--all", action="store_true", help="every server of this user")
-    parser.add_argument("--grace", type=float, default=20.0, help="s until what is left is killed (default: 20)")
+    parser.add_argument("--now", action="store_true", help="do not wait for open requests")
+    parser.add_argument("--grace", type=float, default=60.0, help="s until what is left is killed (default: 60)")
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -36,12 +38,12 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if len(records) > 1 and not args.all:
         ports = ", ".join(str(r.port) for r in records)
         raise UserError(f"servers run on ports {ports}; name one with --port, or give --all", param="port")
-    return max(_stop_and_report(state, record, args.grace) for record in records)
+    return max(_stop_and_report(state, record, args.grace, now=args.now) for record in records)
 
 
-def _stop_and_report(state: StateDir, record: ServerRecord, grace_s: float) -> int:
+def _stop_and_report(state: StateDir, record: ServerRecord, grace_s: float, *, now: bool) -> int:
     begin_s = time.monotonic()
-    killed, left = end_tree(record, grace_s)
+    killed, left = end_tree(record, grace_s, now=now)
     took = f"{time.monotonic() - begin_s:.1f} s"
     if left:
         print(f"port {record.port}: processes {left} could not be ended in {took}")
@@ -52,8 +54,11 @@ def _stop_and_report(state: StateDir, record: ServerRecord, grace_s: float) -> i
     return 0
 
 
-def end_tree(record: ServerRecord, grace_s: float) -> tuple[list[int], list[int]]:
-    """Ends the server and every process below it. Returns the pids that had to be killed and those that still run."""
+def end_tree(record: ServerRecord, grace_s: float, *, now: bool = False) -> tuple[list[int], list[int]]:
+    """Ends the server and every process below it. Returns the pids that had to be killed and those that still run.
+
+    now: asks twice, which a head takes as "without draining".
+    """
     if not record.is_running():
         return [], []
     parent = psutil.Process(record.pid)
@@ -61,6 +66,9 @@ def end_tree(record: ServerRecord, grace_s: float) -> tuple[list[int], list[int]
         # Children first: once the parent is gone nobody can tell whose they were. psutil keeps their start times.
         tree = [*parent.children(recursive=True), parent]
         parent.terminate()
+        if now:
+            time.sleep(SECOND_SIGNAL_S)
+            parent.terminate()
     except psutil.NoSuchProcess:
         return [], []
     _, slow = psutil.wait_procs(tree, timeout=grace_s)
