@@ -18,7 +18,9 @@ TOLERANCE = 2e-3
 def outputs():
     """All prompts in one mixed batch, chunked: text prompts, then chats."""
     sampling = SamplingParams(temperature=0.0, max_tokens=48, logprobs=5)
-    with LLM("smollm2-135m", device="cpu", dtype="float32", max_step_tokens=500, max_num_requests=8) as llm:
+    with LLM(
+        "smollm2-135m", device="cpu", dtype="float32", activations="float32", max_step_tokens=500, max_num_requests=8
+    ) as llm:
         completions = llm.generate([case["prompt"] for case in GOLDEN["completion"].values()], sampling)
         chats = llm.chat([[{"role": "user", "content": case["user"]}] for case in GOLDEN["chat"].values()], sampling)
     return dict(zip([*GOLDEN["completion"], *GOLDEN["chat"]], [*completions, *chats]))
