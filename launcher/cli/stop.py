@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import psutil
 
@@ -17,6 +17,7 @@ from launcher.cli.status import NOTHING_RUNS
 from sonar.errors import UserError
 
 KILL_WAIT_S = 5.0
+POLL_S = 0.05
 SECOND_SIGNAL_S = 0.1  # two equal signals that are both pending count as one
 
 
@@ -71,11 +72,28 @@ def end_tree(record: ServerRecord, grace_s: float, *, now: bool = False) -> tupl
             parent.terminate()
     except psutil.NoSuchProcess:
         return [], []
-    _, slow = psutil.wait_procs(tree, timeout=grace_s)
+    slow = _wait_for_end(tree, grace_s)
     for process in slow:
         try:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-    _, left = psutil.wait_procs(slow, timeout=KILL_WAIT_S)
+    left = _wait_for_end(slow, KILL_WAIT_S)
     return [process.pid for process in slow], [process.pid for process in left]
+
+
+def _wait_for_end(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that still run after the time. A zombie has ended: its parent may never ask for it."""
+    deadline_s = time.monotonic() + timeout_s
+    while left := [process for process in processes if _runs(process)]:
+        if time.monotonic() > deadline_s:
+            break
+        time.sleep(POLL_S)
+    return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
