@@ -85,6 +85,7 @@ def test_absent_fields_are_off_and_the_seed_is_chosen() -> None:
         ({"temperature": -0.1}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_k": -2}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
