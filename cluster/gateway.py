@@ -32,7 +32,8 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model the API offers. path: folder or file its tokenizer is read from. ready: a replica takes requests."""
+    """A model the API offers. path: folder or file its tokenizer is read from. ready: a replica takes requests.
+    is_recovering: none does, but one that did is being started again, and requests wait for it."""
 
     name: str
     path: str
@@ -40,6 +41,7 @@ class ServedModel:
     created_unix_s: int
     ready: bool
     eos_token_ids: tuple[int, ...] = field(default=())
+    is_recovering: bool = False
 
 
 class Gateway(Protocol):

@@ -85,16 +85,18 @@ def served_models(state: ClusterState, table: RequestTable, created_unix_s: int)
     models = []
     for config in state.deployments.values():
         routes = [r for r in table.routes() if r.deployment == config.name and not r.is_draining]
+        coming = [r for r in state.replicas.values() if r.deployment == config.name and r.is_recovering]
         models.append(
             ServedModel(
                 name=config.model,
                 path=config.engine_config.model,
                 max_model_len=min(
-                    (route.ready.max_model_len for route in routes),
+                    [route.ready.max_model_len for route in routes] or [r.max_model_len for r in coming],
                     default=config.engine_config.scheduler.max_model_len,
                 ),
                 created_unix_s=created_unix_s,
                 ready=bool(routes),
+                is_recovering=bool(coming) and not routes,
             )
         )
     return models

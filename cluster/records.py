@@ -113,6 +113,7 @@ class ReplicaRecord:
         due_s: the deadline of STARTING, DRAINING and STOPPING, or when the next start is due (BACKOFF, FAILED).
         since_s: when the state began. news_s: last word of the engine loop.
         note: why it waits, for people. is_routed: an OpenRoute has not been closed. is_wanted: it shall run.
+        max_model_len: as the latest incarnation that was ready said; 0 before the first.
     """
 
     replica_id: str
@@ -127,9 +128,16 @@ class ReplicaRecord:
     is_routed: bool = False
     is_wanted: bool = True
     was_ready: bool = False
+    max_model_len: int = 0
     ready: LeadReady | None = None
     progress: StartProgress = field(default_factory=StartProgress)
     failure: FailureRecord = field(default_factory=FailureRecord)
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether it served, does not now, and is on its way back."""
+        coming = (ReplicaState.PLACING, ReplicaState.STARTING, ReplicaState.STOPPING, ReplicaState.BACKOFF)
+        return self.was_ready and self.is_wanted and self.state in (*coming, ReplicaState.LOADING)
 
     def worker(self, rank: int) -> WorkerRef:
         """Name of a rank of the present incarnation."""

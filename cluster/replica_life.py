@@ -129,6 +129,7 @@ class ReplicaLife:
         """LOADING -> READY."""
         seconds = now - replica.since_s
         replica.ready, replica.news_s, replica.was_ready, replica.is_routed = ready, now, True, True
+        replica.max_model_len = ready.max_model_len
         replica.enter(ReplicaState.READY, now)
         out.append(OpenRoute(replica.replica_id, replica.incarnation, replica.deployment, ready))
         out.append(Announce(f"{_title(replica)} is ready, loaded in {seconds:.1f} s", is_failure=False))

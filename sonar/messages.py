@@ -131,7 +131,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         prompt_logprobs: per prompt token from the second on, likewise; once, with the first event.
         num_cached_tokens: prompt tokens that came from the prefix cache; in the first event, -1 elsewhere.
         stop_token_id: the id that ended it, when finish is STOP by id.
-        error: text for the client when finish is ERROR.
+        error: text for the client when finish is ERROR. error_code: its `UserError.code` when the request was at fault.
     """
 
     request_id: RequestId
@@ -143,6 +143,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_cached_tokens: int = -1
     stop_token_id: int | None = None
     error: str = ""
+    error_code: str = ""
 
 
 class Tokens(_Message, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from cluster.api.errors import ApiError
 from cluster.gateway import GenerateRequest
+from sonar.errors import CapacityError, UserError
 from sonar.messages import FinishReason, Logprob, TokenEvent
 from sonar.tokenizer import OutputText
 
@@ -58,7 +59,7 @@ class Choice:
         """Take the sequence's next event; after a piece with `finish` none may follow.
 
         Raises:
-            ApiError: the engine gave the request up.
+            ApiError, UserError: the engine gave the request up, or refused it.
         """
         if event.num_cached_tokens >= 0:
             self.num_cached_tokens = event.num_cached_tokens
@@ -66,7 +67,7 @@ class Choice:
             self.prompt_logprobs = event.prompt_logprobs
         if event.finish is FinishReason.ERROR:
             self.finish = event.finish
-            raise ApiError(500, event.error or "the engine gave the request up", code="generation_failed")
+            raise _refusal(event)
         assert event.first == self._num_seen, f"{event.request_id}: token {event.first} after {self._num_seen}"
         self._num_seen += len(event.token_ids)
         delta = self._text.push(event.token_ids, is_last=event.finish is not None, stop_token_id=event.stop_token_id)
@@ -79,3 +80,12 @@ class Choice:
             self.cumulative_logprob += entries[0].logprob
         self.num_tokens += len(token_ids)
         return Piece(delta.text, token_ids, logprobs, self.finish)
+
+
+def _refusal(event: TokenEvent) -> Exception:
+    """What a terminal event with ERROR is to the client: its own fault (by code), or ours."""
+    if event.error_code == "queue_full":
+        return CapacityError(event.error, code=event.error_code)
+    if event.error_code:
+        return UserError(event.error, code=event.error_code)
+    return ApiError(500, event.error or "the engine gave the request up", code="generation_failed")

@@ -56,8 +56,8 @@ class Services:
             raise self._not_ready(f"the tokenizer of {model.name} cannot be loaded") from None
 
     def check_ready(self, model: ServedModel) -> None:
-        """Raise a 503 unless a replica of the model takes requests."""
-        if not model.ready:
+        """Raise a 503 unless a replica of the model takes requests, or will again: then they wait for it."""
+        if not model.ready and not model.is_recovering:
             raise self._not_ready(f"no replica of {model.name} takes requests now; try again later")
 
     def _not_ready(self, message: str) -> ApiError:

@@ -87,7 +87,8 @@ class Tokenizer:
             UserError: the text holds lone surrogates, which no encoding has.
         """
         _refuse_surrogates(text)
-        ids = self.core.encode(text, add_special_tokens=add_special_tokens).ids
+        # The batch call, even for one text: unlike `encode` it lets other threads run meanwhile.
+        ids = self.core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if add_special_tokens:
             return [*self._special.prefix_ids, *ids, *self._special.suffix_ids]
         return list(ids)

@@ -117,7 +117,7 @@ class LeadLoop:
         self.num_stale = 0
         self._engine = engine
         self._link = link
-        self._hello, self._ready = hello, ready
+        self._greeting = (hello, ready)
         self._should_drain = should_drain
         self._clock = clock
         self._incarnation = hello.incarnation
@@ -138,8 +138,8 @@ class LeadLoop:
             idle_s = min(MAX_IDLE_S, max(0.0, self._next_stats_s - self._clock()))
             messages = self._link.receive(0.0 if has_work else idle_s)
             if self._link.take_reconnected():
-                self._send(self._hello)
-                self._send(self._ready)
+                for message in self._greeting:
+                    self._send(message)
             events = self._take_in(messages)
             if self._engine.has_work:
                 events += self._engine.step()
@@ -173,16 +173,17 @@ class LeadLoop:
         try:
             return self._engine.add(submit)
         except UserError as error:
-            text = error.message
+            text, code = error.message, error.code
         except ProtocolError as error:
             logger.warning("refused %s: %s", submit.request_id, error)
-            text = str(error)
+            text, code = str(error), ""
         return TokenEvent(
             request_id=submit.request_id,
             first=len(submit.emitted_token_ids),
             token_ids=[],
             finish=FinishReason.ERROR,
             error=text,
+            error_code=code,
         )
 
     def _report(self, events: list[TokenEvent]) -> None:

@@ -54,6 +54,8 @@ class FakeGateway:
     eos_after: int | None = None
     num_cached: int = 0
     ready: bool = True
+    is_recovering: bool = False
+    error_code: str = ""
     probe_result: bool | Exception = True
     max_model_len: int = 2048
     queue_size: int = 10_000
@@ -68,7 +70,9 @@ class FakeGateway:
 
     def models(self) -> list[ServedModel]:
         return [
-            ServedModel(name, "/somewhere/fake", self.max_model_len, 1_700_000_000, self.ready, (EOS,))
+            ServedModel(
+                name, "/somewhere/fake", self.max_model_len, 1_700_000_000, self.ready, (EOS,), self.is_recovering
+            )
             for name in self.names
         ]
 
@@ -107,7 +111,12 @@ class FakeGateway:
             if error is not None or told.done():
                 finish = FinishReason.ERROR if error is not None else told.result()
                 yield TokenEvent(
-                    request_id=request.request_id, first=number, token_ids=[], finish=finish, error=error or ""
+                    request_id=request.request_id,
+                    first=number,
+                    token_ids=[],
+                    finish=finish,
+                    error=error or "",
+                    error_code=self.error_code,
                 )
                 return
             event = self._event(request, number)

@@ -265,6 +265,27 @@ def test_errors_are_the_clients_own_classes(served: Served) -> None:
     with pytest.raises(openai.InternalServerError) as down:
         client.completions.create(model="fake", prompt="x")
     assert (down.value.status_code, down.value.code) == (503, "model_not_ready")
+    served.gateway.is_recovering = True  # its requests wait for the replica
+    served.gateway.queue_size = 10
+    assert client.completions.create(model="fake", prompt="x", max_tokens=3).usage.completion_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "told"),
+    [
+        ("kv_cache_too_small", 400, "kv_cache_too_small"),
+        ("invalid_value", 400, "invalid_value"),
+        ("queue_full", 429, "queue_full"),
+        ("", 500, "generation_failed"),
+    ],
+)
+def test_what_a_replica_refuses_has_the_status_of_its_cause(served: Served, code: str, status: int, told: str) -> None:
+    served.gateway.fail = lambda request, number: "does not fit"
+    served.gateway.error_code = code
+    with pytest.raises(openai.APIStatusError) as refused:
+        served.openai().completions.create(model="fake", prompt="x")
+    assert (refused.value.status_code, refused.value.code) == (status, told)
+    assert "does not fit" in refused.value.message
 
 
 def test_an_error_before_the_first_token_has_a_status(served: Served) -> None:
