@@ -159,21 +159,32 @@ setup_stages() {
     stage "Sonar and what it needs${1:+ [$1]}" install_package "$1"
 }
 
+# Whether the environment is as it should be for the extra $1; one with all extras will do for none.
+is_set_up() {
+    [ -x "$VENV/bin/python" ] || return
+    local extra
+    for extra in "$1" dev; do
+        [ "$(cat "$(stamp_of "$extra")" 2>/dev/null)" != "$(setup_hash "$extra")" ] || return 0
+    done
+    return 1
+}
+
+stamp_of() { echo "$VENV/.sonar-stamp${1:+-$1}"; }
+
 # sonar_setup [EXTRA]: returns with $VENV ready, or exits with the reason. EXTRA: of pyproject's optional dependencies.
 sonar_setup() {
-    local extra=${1:-} stamp begin=$SECONDS
-    stamp="$VENV/.sonar-stamp${extra:+-$extra}"
+    local extra=${1:-} begin=$SECONDS
     command -v flock >/dev/null || die "flock is missing. On Debian or Ubuntu: apt-get install -y util-linux"
     exec 9>"$ROOT/.venv.lock"
     flock -n 9 || { say "another set-up of this clone is running; waiting for it" && flock 9; }
-    if [ ! -x "$VENV/bin/python" ] || [ "$(cat "$stamp" 2>/dev/null)" != "$(setup_hash "$extra")" ]; then
+    if ! is_set_up "$extra"; then
         find_python
         say "Setting up in $ROOT (once; the log is $SETUP_LOG)"
-        rm -f "$stamp"
+        rm -f "$VENV"/.sonar-stamp*
         trap 'end_stage; exit 130' INT TERM
         setup_stages "$extra" || exit 1
         trap - INT TERM
-        setup_hash "$extra" >"$stamp"
+        setup_hash "$extra" >"$(stamp_of "$extra")"
         say "Set up in $((SECONDS - begin)) s"
     fi
     exec 9>&- # the lock; what is started later must not hold it

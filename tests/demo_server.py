@@ -45,7 +45,7 @@ def running_demo(state_home: Path, *flags: str) -> Iterator[DemoServer]:
     done = subprocess.run(command, env=merged, capture_output=True, text=True, timeout=START_TIMEOUT_S)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     try:
-        yield DemoServer(port, environ)
+        yield DemoServer(port, {**environ, "SONAR_URL": f"http://127.0.0.1:{port}"})
     finally:
         stopped = subprocess.run([*SONAR, "stop", "--port", str(port)], env=merged, timeout=60, capture_output=True)
     assert stopped.returncode == 0, stopped.stdout

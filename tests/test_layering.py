@@ -40,6 +40,7 @@ FACADES = {"sonar"}
 # Modules (with all below them) of a process without torch.
 TORCH_FREE = (
     "cluster",
+    "launcher.agent",
     "sonar.block_hash",
     "sonar.config",
     "sonar.errors",
@@ -47,11 +48,13 @@ TORCH_FREE = (
     "sonar.messages",
     "sonar.model_config",
     "sonar.model_source",
+    "sonar.process",
     "sonar.request",
     "sonar.sampling_params",
     "sonar.scheduler",
     "sonar.tokenizer",
     "sonar.transport",
+    "sonar.worker.lead",
 )
 HEAVY = {"torch", "torchvision", "triton"}
 

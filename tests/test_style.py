@@ -23,7 +23,7 @@ SHIPPED = ("sonar", "cluster", "launcher")
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Where environment variables may be read: the mains. `sonar.model_source` offers its default to them.
-MAINS = ("launcher/cli/main.py", "launcher/agent.py", "sonar/model_source.py")
+MAINS = ("launcher/cli/main.py", "launcher/agent.py", "launcher/worker_main.py", "sonar/model_source.py")
 
 
 class Source(NamedTuple):
@@ -88,8 +88,13 @@ def _is_override_or_overload(node: ast.stmt) -> bool:
 
 def not_annotated(source: Source) -> Iterator[str]:
     for node in ast.walk(source.tree):
-        if isinstance(node, FunctionNode) and node.returns is None:
+        if isinstance(node, FunctionNode) and node.returns is None and not _is_triton(node):
             yield f"{source.path}:{node.lineno} {node.name}: no return annotation"
+
+
+def _is_triton(node: FunctionNode) -> bool:
+    """Whether it is compiled for a GPU: its values have no Python types."""
+    return any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def class_too_wide(source: Source) -> Iterator[str]:

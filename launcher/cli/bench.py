@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher.bench.arrivals import Arrival
 from launcher.bench.datasets import DatasetConfig, DatasetKind
-from launcher.cli.client_flags import add_client_flags, api_key_of, resolve_model
+from launcher.cli.client_flags import add_client_flags, resolve_model, server_of
 from launcher.cli.engine_flags import add_engine_flags, engine_config
 
 
@@ -115,14 +115,14 @@ def _dataset(args: argparse.Namespace, **more: Any) -> DatasetConfig:
 def _run_serve(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from launcher.bench.serve import ServeBenchConfig, run_serve_bench
 
-    api_key = api_key_of(args, environ)
+    server = server_of(args, environ)
     extra = {"temperature": args.temperature, **({} if args.stop_at_eos else {"ignore_eos": True}), **args.extra_body}
     config = ServeBenchConfig(
-        url=args.url,
-        model=resolve_model(args.url, api_key, args.model),
+        url=server.url,
+        model=resolve_model(server, args.model),
         dataset=_dataset(args, vocab_size=args.vocab_size, path=args.dataset_path),
         chat=args.chat,
-        api_key=api_key,
+        api_key=server.api_key,
         concurrencies=args.concurrency,
         rates=args.rate,
         arrival=Arrival(args.arrival),

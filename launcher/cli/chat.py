@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from launcher.cli.client_flags import add_client_flags, api_key_of, auth_headers, resolve_model
+from launcher.cli.client_flags import add_client_flags, auth_headers, resolve_model, server_of
 from launcher.client.events import DONE, EventParser, decode_event
 from sonar.errors import SonarError, UserError
 
@@ -105,12 +105,12 @@ def _error_text(response: httpx.Response) -> str:
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Talks until the input ends. With a pipe an error is the exit code's; on a terminal the conversation goes on."""
-    api_key = api_key_of(args, environ)
-    model = resolve_model(args.url, api_key, args.model)
+    server = server_of(args, environ)
+    model = resolve_model(server, args.model)
     names = ("temperature", "top_p", "max_tokens", "seed")
     sampling = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     timeout = httpx.Timeout(10.0, read=600.0)
-    with httpx.Client(base_url=args.url.rstrip("/"), headers=auth_headers(api_key), timeout=timeout) as client:
+    with httpx.Client(base_url=server.url, headers=auth_headers(server.api_key), timeout=timeout) as client:
         conversation = Conversation(client, model, args.system, sampling)
         if sys.stdin.isatty():
             _interactive(conversation)

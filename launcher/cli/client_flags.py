@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from sonar.errors import SonarError, UserError
 
@@ -11,15 +12,23 @@ DEFAULT_URL = "http://127.0.0.1:2242"
 
 
 def add_client_flags(parser: argparse.ArgumentParser) -> None:
-    """--url, --api-key, --model."""
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"of the server, without /v1 (default: {DEFAULT_URL})")
+    """--url, --api-key, --model; see `server_of`."""
+    parser.add_argument("--url", default=None, help=f"without /v1 (default: $SONAR_URL, else {DEFAULT_URL})")
     parser.add_argument("--api-key", default=None, help="default: $SONAR_API_KEY, else $OPENAI_API_KEY")
     parser.add_argument("--model", default=None, help="default: the first that the server lists")
 
 
-def api_key_of(args: argparse.Namespace, environ: Mapping[str, str]) -> str | None:
-    """The key to send; None for none."""
-    return args.api_key or environ.get("SONAR_API_KEY") or environ.get("OPENAI_API_KEY")
+class Server(NamedTuple):
+    """Where to send requests. url: without a slash at its end. api_key: None for none."""
+
+    url: str
+    api_key: str | None
+
+
+def server_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Server:
+    """The server that flags and environment name."""
+    url = args.url or environ.get("SONAR_URL") or DEFAULT_URL
+    return Server(url.rstrip("/"), args.api_key or environ.get("SONAR_API_KEY") or environ.get("OPENAI_API_KEY"))
 
 
 def auth_headers(api_key: str | None) -> dict[str, str]:
@@ -27,7 +36,7 @@ def auth_headers(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
-def resolve_model(url: str, api_key: str | None, model: str | None) -> str:
+def resolve_model(server: Server, model: str | None) -> str:
     """The wanted model, or the first that the server lists.
 
     Raises:
@@ -37,8 +46,9 @@ def resolve_model(url: str, api_key: str | None, model: str | None) -> str:
         return model
     import httpx
 
+    url = server.url
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/v1/models", headers=auth_headers(api_key), timeout=10.0)
+        answer = httpx.get(f"{url}/v1/models", headers=auth_headers(server.api_key), timeout=10.0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise UserError(f"no server answers at {url} ({error}); start one with `sonar serve`, or give --url") from error
     if answer.status_code == 401:

@@ -1,8 +1,8 @@
 """The `sonar` command: finds the subcommand, loads only its module, and turns errors into one line and an exit code.
 
 Exit codes: 0 done, 1 failed, 2 the caller's fault (arguments, configuration), 3 nothing running, 130 interrupted.
-Environment variables are read here and nowhere below: SONAR_API_KEY (or OPENAI_API_KEY) for clients, SONAR_API_KEYS
-for the server, XDG_STATE_HOME. Knows nothing of engines or HTTP.
+Environment variables are read here and nowhere below: SONAR_URL and SONAR_API_KEY (or OPENAI_API_KEY) for clients,
+SONAR_API_KEYS for the server, XDG_STATE_HOME and XDG_CACHE_HOME. Knows nothing of engines or HTTP.
 """
 
 from __future__ import annotations
