@@ -103,6 +103,15 @@ class ControlPlane:
         if isinstance(event, DeploymentApplied | DeploymentRemoved):
             self.table.set_deployments(self.state.deployments.values())
 
+    def guarded_tick(self) -> None:
+        """`tick`; an error in it is counted and told, and must not end the head and with it every stream."""
+        try:
+            self.tick()
+        except Exception:
+            self._drop(DropReason.FAILED)
+            if self.server.counters.dropped[DropReason.FAILED].bit_count() == 1:
+                logger.exception("the tick failed")
+
     def tick(self) -> None:
         """Several times a second."""
         self.feed(Tick())

@@ -185,7 +185,7 @@ class Head:
     async def _tick_forever(self) -> None:
         shown: object = None
         while True:
-            self.control.tick()
+            self.control.guarded_tick()
             if self._observer is not None:
                 status = self.control.status()
                 if (news := _news(status)) != shown:
@@ -254,7 +254,8 @@ def run_head(
 def _news(status: ClusterStatus) -> object:
     """What of a status is worth showing when it changes."""
     nodes = [(node.node_id, node.state) for node in status.nodes]
-    return nodes, [(r.replica_id, r.state, r.incarnation, r.phase, r.done, r.note) for r in status.replicas]
+    stopping = status.num_open_requests if status.is_stopping else None
+    return stopping, nodes, [(r.replica_id, r.state, r.incarnation, r.phase, r.done, r.note) for r in status.replicas]
 
 
 def _reachable(address: Address) -> Address:

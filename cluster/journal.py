@@ -62,7 +62,7 @@ class Journal(Protocol):
 
 
 class MemoryJournal:
-    """A journal that lives as long as its head."""
+    """Implements `Journal` for as long as its head lives."""
 
     def __init__(self) -> None:
         self._entries: dict[int, JournalEntry] = {}

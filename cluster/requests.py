@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import assert_never
 
+import msgspec
+
 from cluster.config import DeploymentConfig
 from cluster.dispatcher import Dispatcher, LeadLink
 from cluster.gateway import GenerateRequest
@@ -23,6 +25,10 @@ from sonar.errors import CapacityError, UserError
 from sonar.messages import FinishReason, KVEvents, LeadReady, LeadStats, TokenEvent, Tokens
 
 Clock = Callable[[], float]
+# What a `Submit` may hold, so that it fits a frame of the transport also when as many tokens have been emitted: a token
+# takes up to 5 bytes, a frame 16 MiB.
+MAX_PROMPT_TOKENS = 1_000_000
+MAX_SAMPLING_BYTES = 4 << 20
 
 
 class RequestTable:
@@ -74,13 +80,14 @@ class RequestTable:
 
         Raises:
             CapacityError: the queue is full, or the head is stopping.
-            UserError: no such model, or the id is in use.
+            UserError: no such model, the id is in use, or the request is too large to be sent to a replica.
         """
         config = self._deployments.get(request.model)
         if config is None:
             raise UserError(f"model={request.model!r} is not deployed", param="model", code="model_not_found")
         if request.request_id in self._open:
             raise UserError(f"request_id={request.request_id!r} is in use; give another", param="request_id")
+        _check_size(request)
         if self._is_closed:
             self.counters.refused += 1
             raise CapacityError("the server is stopping; ask another one", code="server_stopping")
@@ -242,3 +249,15 @@ class RequestTable:
         self._journal.close(request.entry, event.finish)
         self.counters.finished[event.finish] += 1
         request.stream.push(event)
+
+
+def _check_size(request: GenerateRequest) -> None:
+    count = len(request.prompt_token_ids)
+    if count > MAX_PROMPT_TOKENS:
+        raise UserError(f"the prompt has {count} tokens; at most {MAX_PROMPT_TOKENS} can be sent", param="prompt")
+    size_bytes = len(msgspec.msgpack.encode(request.sampling))
+    if size_bytes > MAX_SAMPLING_BYTES:
+        raise UserError(
+            f"the sampling settings take {size_bytes} bytes; shorten logit_bias or bad_words to {MAX_SAMPLING_BYTES}",
+            param="logit_bias",
+        )

@@ -119,15 +119,14 @@ class Supervisor:
                 engine_config=message.engine_config,
             ),
         )
+        process = self._context.Process(target=run_worker, args=(msgspec.msgpack.encode(setup),), name=str(log.path))
         try:
-            process = self._context.Process(
-                target=run_worker, args=(msgspec.msgpack.encode(setup),), name=str(log.path)
-            )
             process.start()
-            pid = process.pid
-            assert pid is not None
-            pidfd = os.pidfd_open(pid)
+            assert process.pid is not None
+            pid, pidfd = process.pid, os.pidfd_open(process.pid)
         except OSError as error:
+            if process.pid is not None:
+                process.kill()
             return StartFailed(worker=ref, error=f"cannot start a process: {error}", permanent=False)
         self._workers[ref] = _Worker(ref, process, pid, pidfd, log, message.devices)
         self._write_list()

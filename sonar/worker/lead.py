@@ -51,20 +51,37 @@ class LeadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Built(Protocol):
-    """What a builder returns; `sonar.engine.BuiltEngine` is one. config: without `auto`."""
+    """What a builder returns; `sonar.engine.BuiltEngine` is one."""
 
     @property
-    def engine(self) -> ServingEngine: ...
+    def engine(self) -> ServingEngine:
+        """Ready for requests."""
+        ...
+
     @property
-    def config(self) -> EngineConfig: ...
+    def config(self) -> EngineConfig:
+        """Without `auto`."""
+        ...
+
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """KV blocks, as in `LeadStats.blocks_total`."""
+        ...
+
     @property
-    def max_model_len(self) -> int: ...
+    def max_model_len(self) -> int:
+        """Prompt + output tokens of a request."""
+        ...
+
     @property
-    def weights_bytes(self) -> int: ...
+    def weights_bytes(self) -> int:
+        """Memory of the weights."""
+        ...
+
     @property
-    def ops_backend(self) -> str: ...
+    def ops_backend(self) -> str:
+        """Name of the op table."""
+        ...
 
 
 class EngineBuilder(Protocol):

@@ -276,6 +276,11 @@ def test_a_full_queue_a_stop_and_bad_requests_are_refused() -> None:
         bench.table.open(GenerateRequest("a", "m", [1], SamplingParams(seed=1)))
     with pytest.raises(UserError, match="not deployed"):
         bench.table.open(GenerateRequest("d", "other", [1], SamplingParams(seed=1)))
+    with pytest.raises(UserError, match="at most 1000000 can be sent"):
+        bench.submit("long", prompt=range(1_000_001))
+    bias = SamplingParams(seed=1, bad_words=((70000,) * 1_100_000,))
+    with pytest.raises(UserError, match="shorten logit_bias or bad_words"):
+        bench.table.open(GenerateRequest("biased", "m", [1], bias))
     bench.table.close_to_new()
     with pytest.raises(CapacityError, match="stopping"):
         bench.submit("e")

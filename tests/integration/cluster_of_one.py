@@ -48,7 +48,8 @@ async def running_head(
     try:
         yield head
     finally:
-        children = family(os.getpid())
+        agent = head.agent.pid
+        children = [psutil.Process(agent), *family(agent)] if psutil.pid_exists(agent) else []
         head.request_stop()
         await asyncio.wait_for(task, DEADLINE_S)
         await until(lambda: not alive(children), "children of the head have ended")
