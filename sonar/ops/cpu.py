@@ -11,17 +11,19 @@ from typing import Literal
 
 import torch
 
-from sonar.ops.cpu_attention import paged_attention, rope_kv_write
-from sonar.ops.cpu_matrix import MatrixOps
-from sonar.ops.cpu_rows import activation, add_rms_norm, gated_activation, layer_norm, rms_norm
-from sonar.ops.cpu_sample import sample
 from sonar.ops.registry import OpsUnavailable
 from sonar.ops.table import OpTable
 
 try:
+    # Before the modules below, which import it themselves: whichever is first decides what the error is.
     from sonar.ops import _cpu
 except ImportError as _error:
     raise OpsUnavailable(f"the compiled module is missing: {_error}; install with a C++ compiler present") from _error
+
+from sonar.ops.cpu_attention import paged_attention, rope_kv_write
+from sonar.ops.cpu_matrix import MatrixOps
+from sonar.ops.cpu_rows import activation, add_rms_norm, gated_activation, layer_norm, rms_norm
+from sonar.ops.cpu_sample import sample
 
 
 def build(
