@@ -90,6 +90,7 @@ setup_hash() {
         printf '%s\n' "$ROOT" "$1" "$TORCH_VERSION"
         "$VENV/bin/python" --version
         has_gpu && echo gpu
+        command -v c++ # with a compiler that came later the kernels can be built
         cd "$ROOT"
         cat pyproject.toml launcher/setup.sh
         if [ -f CMakeLists.txt ]; then
@@ -186,6 +187,9 @@ sonar_setup() {
         trap - INT TERM
         setup_hash "$extra" >"$(stamp_of "$extra")"
         say "Set up in $((SECONDS - begin)) s"
+        "$VENV/bin/python" -c 'import sonar.ops._cpu' 2>/dev/null ||
+            say "Note: without a C++ compiler Sonar's kernels were not built, and a CPU runs slower code." \
+                "On Debian or Ubuntu: apt-get install -y g++, then start again"
     fi
     exec 9>&- # the lock; what is started later must not hold it
 }
