@@ -14,6 +14,7 @@ from sonar.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+ActivationMode = Literal["auto", "float32", "int8"]
 
 
 class LayerKind(Enum):
@@ -51,6 +52,8 @@ class ModelConfig:
         eos_token_ids: ids that end a sequence, from `generation_config.json` first.
         dtype: of the stored weights, "float32" | "bfloat16" | "float16".
         extra: numbers only one family needs (softcap, query scalar, ...), read by that family's file alone.
+        stage: first layer and the one after the last that this rank computes; None = all. Of a rank's shard of a model
+            (`sonar.distributed.shard_map`) heads and intermediate size are the rank's own too.
     """
 
     architecture: str
@@ -74,6 +77,22 @@ class ModelConfig:
     dtype: str = "float32"
     quantization: str | None = None
     extra: dict[str, float] = field(default_factory=dict)
+    stage: tuple[int, int] | None = None
+
+    @property
+    def layers(self) -> range:
+        """Layers that this rank computes."""
+        return range(*(self.stage or (0, self.num_layers)))
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds tokens."""
+        return self.layers.start == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes logits."""
+        return self.layers.stop == self.num_layers
 
     def __post_init__(self) -> None:
         if len(self.layer_kinds) != self.num_layers:
@@ -143,16 +162,45 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """This rank's place in its replica. Step sizes other than 1 are refused until the parallel groups exist."""
+    """This rank's place in its replica: rank = pipeline stage x tp_size + rank within the stage.
+
+    Attributes:
+        tp_size: ranks that share every layer. pp_size: stages that share out the layers.
+        pp_layers: layers of each stage; empty = balanced by the bytes of their weights.
+        rank: in [0, world_size); set by whoever starts the worker.
+    """
 
     tp_size: int = 1
     pp_size: int = 1
+    pp_layers: tuple[int, ...] = ()
     rank: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tp_size", "pp_size"):
+            if not 1 <= getattr(self, name) <= 1024:
+                raise ConfigError(f"{name}={getattr(self, name)}; choose 1 to 1024", param=name)
+        if self.pp_layers and (len(self.pp_layers) != self.pp_size or min(self.pp_layers) < 1):
+            raise ConfigError(
+                f"pp_layers={list(self.pp_layers)} for pp_size={self.pp_size}; give each stage its number of layers",
+                param="pp_layers",
+            )
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"rank={self.rank} of {self.world_size} ranks; count from 0", param="rank")
 
     @property
     def world_size(self) -> int:
         """Ranks of the replica."""
         return self.tp_size * self.pp_size
+
+    @property
+    def tp_rank(self) -> int:
+        """Place among the ranks of a stage."""
+        return self.rank % self.tp_size
+
+    @property
+    def pp_rank(self) -> int:
+        """Stage."""
+        return self.rank // self.tp_size
 
 
 @dataclass(frozen=True)
@@ -163,6 +211,8 @@ class EngineConfig:
         model: folder, `.gguf` file, hub id or alias.
         load_format: "auto" reads weights; "dummy" makes random ones of the right shapes.
         threads: CPU threads; 0 = as many as the process may use.
+        activations: what quantized weights are multiplied with on a CPU: "float32", or "int8" (8 bits with a scale for
+            each 32 numbers, in integer arithmetic: faster, not exact).
     """
 
     model: str
@@ -171,6 +221,7 @@ class EngineConfig:
     dtype: DType = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     threads: int = 0
+    activations: ActivationMode = "auto"
     seed: int = 0
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

@@ -32,6 +32,7 @@ FLOORS = (
     ("sonar.models",),
     ("sonar.layers", "sonar.weights"),
     ("sonar.attention", "sonar.quant", "sonar.models.base"),
+    ("sonar.distributed",),
     ("sonar.ops",),
 )
 # `sonar` itself offers `LLM` lazily: the one module that looks up.
@@ -43,6 +44,8 @@ TORCH_FREE = (
     "launcher.agent",
     "sonar.block_hash",
     "sonar.config",
+    "sonar.distributed.shard_map",
+    "sonar.distributed.stages",
     "sonar.errors",
     "sonar.kvcache",
     "sonar.messages",

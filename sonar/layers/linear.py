@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from sonar.ops.table import LinearFn, OpTable
 
@@ -37,3 +38,25 @@ def load_linear(
     return ops.linear(
         matrices, torch.cat([weights.tensor(f"{part.name}.bias", (part.out_features,)) for part in parts])
     )
+
+
+def load_summed_linear(
+    weights: WeightSource, ops: OpTable, part: Part, in_features: int, *, bias: bool = False
+) -> LinearFn:
+    """A layer whose inputs are spread over tensor-parallel ranks: each multiplies its columns, the sum is the output.
+
+    Args:
+        in_features: of this rank. bias: whether it has one; the source gives zeros on all ranks but one.
+
+    Raises:
+        ModelError: a tensor is missing or has another shape.
+    """
+    linear, parallel = load_linear(weights, ops, [part], in_features, bias=bias), ops.parallel
+    if parallel is None:
+        return linear
+    add_up = parallel.sum
+
+    def summed(x_TK: Tensor) -> Tensor:
+        return add_up(linear(x_TK))
+
+    return summed

@@ -20,9 +20,10 @@ class ForwardBatch:
 
     Attributes:
         token_ids_T, positions_T: int64.
-        kv_layers: per layer, its cache view (num_blocks, 2, G, Z, E).
+        kv_layers: per layer of this rank, its cache view (num_blocks, 2, G, Z, E).
         attention: per layer, the metadata of its cache group (layers of a group share the object).
         logits_rows_S: int64, token rows whose logits are wanted.
+        hidden_TD: what the pipeline stage before this one returned; None in the first, which embeds.
     """
 
     token_ids_T: Tensor
@@ -30,17 +31,19 @@ class ForwardBatch:
     kv_layers: tuple[Tensor, ...]
     attention: tuple[AttentionMetadata, ...]
     logits_rows_S: Tensor
+    hidden_TD: Tensor | None = None
 
 
 class Model(Protocol):
-    """A decoder on one rank."""
+    """A decoder on one rank, or the part of one that its `ModelConfig` gives to this rank."""
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Returns hidden_TD after the final norm; writes the cache."""
+        """Returns hidden_TD after the final norm, or for the next pipeline stage; writes the cache."""
         ...
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """Returns float32 logits_SV."""
+        """Returns float32 logits_SV; of tensor-parallel ranks, each the columns of its `OpTable.parallel.vocabulary`.
+        On the last stage alone."""
         ...
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from sonar.config import LayerKind, ModelConfig
 from sonar.layers.attention import Attention
 from sonar.layers.embedding import VocabTables
-from sonar.layers.linear import Part, load_linear
+from sonar.layers.linear import Part, load_linear, load_summed_linear
 from sonar.layers.mlp import GatedMlp, find_activation
 from sonar.layers.norms import RmsNorm, load_norm_weight
 from sonar.layers.rotary import build_cos_sin
@@ -76,28 +76,31 @@ class DecoderModel:
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             tied=config.tie_word_embeddings,
+            has_embedding=config.is_first_stage,
+            has_head=config.is_last_stage,
         )
-        self._final_norm = _load_norm(config, weights, ops, traits, "model.norm.weight")
-        weight_D = self._final_norm.weight_D
+        self._final_norm: RmsNorm | None = None
+        if config.is_last_stage:
+            self._final_norm = _load_norm(config, weights, ops, traits, "model.norm.weight")
+        weight_D = weights.tensor(f"model.layers.{config.layers.start}.input_layernorm.weight", (config.hidden_size,))
         rope_tables = _build_rope_tables(config, weights, weight_D.device)
         self._layers = [
             _DecoderLayer(config, weights, ops, traits, index, rope_tables[config.layer_kinds[index]])
-            for index in range(config.num_layers)
+            for index in config.layers
         ]
         # The scale is rounded to the compute dtype, as the embedding was trained with it (sqrt(3072) is 55.5 in bf16).
         self._embedding_scale = torch.tensor(traits.embedding_scale, dtype=weight_D.dtype).item()
         self._logit_softcap = traits.logit_softcap
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Returns hidden_TD after the final norm; writes the cache."""
-        residual_TD = self._tables.embed(batch.token_ids_T)
-        if self._embedding_scale != 1.0:
-            residual_TD.mul_(self._embedding_scale)
+        """Returns hidden_TD after the final norm, or for the next stage; writes the cache."""
+        residual_TD = self._embed(batch.token_ids_T) if batch.hidden_TD is None else batch.hidden_TD
         x_TD: Tensor | None = None
         for layer, kv_cache, metadata in zip(self._layers, batch.kv_layers, batch.attention, strict=True):
             x_TD = layer(x_TD, residual_TD, batch.positions_T, kv_cache, metadata)
-        assert x_TD is not None, "a model without layers"
-        return self._final_norm.add(x_TD, residual_TD)
+        if self._final_norm is None:
+            return residual_TD if x_TD is None else residual_TD.add_(x_TD)
+        return self._final_norm(residual_TD) if x_TD is None else self._final_norm.add(x_TD, residual_TD)
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """Returns float32 logits_SV."""
@@ -105,6 +108,10 @@ class DecoderModel:
         if self._logit_softcap == 0.0:
             return logits_SV
         return logits_SV.div_(self._logit_softcap).tanh_().mul_(self._logit_softcap)
+
+    def _embed(self, token_ids_T: Tensor) -> Tensor:
+        x_TD = self._tables.embed(token_ids_T)
+        return x_TD if self._embedding_scale == 1.0 else x_TD.mul_(self._embedding_scale)
 
 
 class _DecoderLayer:
@@ -131,6 +138,8 @@ class _DecoderLayer:
             self._post_mlp_norm = _load_norm(config, weights, ops, traits, f"{prefix}post_feedforward_layernorm.weight")
             mlp_norm_name = "pre_feedforward_layernorm.weight"
         self._mlp_norm = _load_norm(config, weights, ops, traits, f"{prefix}{mlp_norm_name}")
+        # Between a layer's product and the residual, tensor parallel ranks add up what they have.
+        self._fused = None if traits.sandwich_norms or ops.parallel is not None else ops.fused
 
     def __call__(
         self,
@@ -139,8 +148,17 @@ class _DecoderLayer:
         positions_T: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
-    ) -> Tensor:
-        """x_TD: the previous layer's output, None in the first; residual_TD is updated in place."""
+    ) -> Tensor | None:
+        """x_TD: the previous layer's output, if it is not in the residual yet; residual_TD is updated in place.
+
+        Returns:
+            this layer's output; None when it has been added to the residual.
+        """
+        fused = self._fused
+        if fused is not None and x_TD is None and residual_TD.shape[0] <= fused.max_rows:
+            self._attention.add_fused(residual_TD, self._input_norm, positions_T, kv_cache, metadata, fused)
+            self._mlp.add_fused(residual_TD, self._mlp_norm, fused)
+            return None
         x_TD = self._input_norm(residual_TD) if x_TD is None else self._input_norm.add(x_TD, residual_TD)
         x_TD = self._attention(x_TD, positions_T, kv_cache, metadata)
         if self._post_attention_norm is not None:
@@ -167,7 +185,8 @@ def _load_attention(
     parts = [Part(f"{prefix}q_proj", q_size), Part(f"{prefix}k_proj", kv_size), Part(f"{prefix}v_proj", kv_size)]
     if traits.fused_projections:
         parts = [Part(f"{prefix}qkv_proj", q_size + 2 * kv_size)]
-    output = load_linear(weights, ops, [Part(f"{prefix}o_proj", config.hidden_size)], q_size, bias=traits.output_bias)
+    output_part = Part(f"{prefix}o_proj", config.hidden_size)
+    output = load_summed_linear(weights, ops, output_part, q_size, bias=traits.output_bias)
     q_norm_E = k_norm_E = None
     if traits.qk_norm:
         q_norm_E = load_norm_weight(weights, f"{prefix}q_norm.weight", head_dim, traits.norm_offset)
@@ -198,7 +217,7 @@ def _load_mlp(config: ModelConfig, weights: WeightSource, ops: OpTable, traits: 
     if traits.fused_projections:
         parts = [Part(f"{prefix}gate_up_proj", 2 * intermediate)]
     gate_up: LinearFn = load_linear(weights, ops, parts, hidden, bias=traits.mlp_bias)
-    down = load_linear(weights, ops, [Part(f"{prefix}down_proj", hidden)], intermediate, bias=traits.mlp_bias)
+    down = load_summed_linear(weights, ops, Part(f"{prefix}down_proj", hidden), intermediate, bias=traits.mlp_bias)
     return GatedMlp(ops, gate_up, down, find_activation(config.activation))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from sonar.config import ModelConfig
 from sonar.layers.attention import Attention
 from sonar.layers.embedding import VocabTables
-from sonar.layers.linear import Part, load_linear
+from sonar.layers.linear import Part, load_linear, load_summed_linear
 from sonar.layers.mlp import Mlp, find_activation
 from sonar.layers.norms import LayerNorm
 from sonar.models.base import ForwardBatch, WeightSource
@@ -40,20 +40,28 @@ class GPT2Model:
             vocab_size=config.vocab_size,
             hidden_size=hidden,
             tied=config.tie_word_embeddings,
+            has_embedding=config.is_first_stage,
+            has_head=config.is_last_stage,
         )
-        self._position_embed: EmbeddingFn = ops.embedding(
-            weights.matrix("transformer.wpe.weight", (config.max_position, hidden))
-        )
-        self._layers = [_GPT2Layer(config, weights, ops, index) for index in range(config.num_layers)]
-        self._final_norm = LayerNorm(weights, ops, "transformer.ln_f", hidden, config.norm_eps)
+        self._position_embed: EmbeddingFn | None = None
+        if config.is_first_stage:
+            table = weights.matrix("transformer.wpe.weight", (config.max_position, hidden))
+            self._position_embed = ops.embedding(table)
+        self._layers = [_GPT2Layer(config, weights, ops, index) for index in config.layers]
+        self._final_norm: LayerNorm | None = None
+        if config.is_last_stage:
+            self._final_norm = LayerNorm(weights, ops, "transformer.ln_f", hidden, config.norm_eps)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Returns hidden_TD after the final norm; writes the cache."""
-        residual_TD = self._tables.embed(batch.token_ids_T)
-        residual_TD += self._position_embed(batch.positions_T)
+        """Returns hidden_TD after the final norm, or for the next stage; writes the cache."""
+        residual_TD = batch.hidden_TD
+        if residual_TD is None:
+            assert self._position_embed is not None, "a later stage is given hidden states"
+            residual_TD = self._tables.embed(batch.token_ids_T)
+            residual_TD += self._position_embed(batch.positions_T)
         for layer, kv_cache, metadata in zip(self._layers, batch.kv_layers, batch.attention, strict=True):
             layer(residual_TD, batch.positions_T, kv_cache, metadata)
-        return self._final_norm(residual_TD)
+        return residual_TD if self._final_norm is None else self._final_norm(residual_TD)
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """Returns float32 logits_SV."""
@@ -67,6 +75,7 @@ class _GPT2Layer:
         prefix, hidden, inner = f"transformer.h.{index}.", config.hidden_size, config.intermediate_size
         self._attention_norm = LayerNorm(weights, ops, f"{prefix}ln_1", hidden, config.norm_eps)
         self._mlp_norm = LayerNorm(weights, ops, f"{prefix}ln_2", hidden, config.norm_eps)
+        heads = config.num_heads * config.head_dim
         spec = AttentionSpec(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -76,14 +85,14 @@ class _GPT2Layer:
         self._attention = Attention(
             ops,
             spec,
-            qkv=load_linear(weights, ops, [Part(f"{prefix}attn.c_attn", 3 * hidden)], hidden, bias=True),
-            output=load_linear(weights, ops, [Part(f"{prefix}attn.c_proj", hidden)], hidden, bias=True),
+            qkv=load_linear(weights, ops, [Part(f"{prefix}attn.c_attn", 3 * heads)], hidden, bias=True),
+            output=load_summed_linear(weights, ops, Part(f"{prefix}attn.c_proj", hidden), heads, bias=True),
             cos_sin_PR=None,
         )
         self._mlp = Mlp(
             ops,
             load_linear(weights, ops, [Part(f"{prefix}mlp.c_fc", inner)], hidden, bias=True),
-            load_linear(weights, ops, [Part(f"{prefix}mlp.c_proj", hidden)], inner, bias=True),
+            load_summed_linear(weights, ops, Part(f"{prefix}mlp.c_proj", hidden), inner, bias=True),
             find_activation(config.activation),
         )
 

@@ -61,11 +61,13 @@ def _check_unread(config: ModelConfig, unread: list[str]) -> None:
     if not unread:
         return
     numbers = ((name, _LAYER_NUMBER.search(name)) for name in unread)
-    inside = [name for name, found in numbers if found and int(found[1]) < config.num_layers]
+    inside = [name for name, found in numbers if found and int(found[1]) in config.layers]
     if inside:
         raise ModelError(
             f"{len(inside)} tensors are no part of architecture {config.architecture!r}, first {inside[0]!r}: "
             "the checkpoint is a variant that is not supported",
             param="model",
         )
+    if config.stage is not None:
+        return  # what other stages read is no news
     _logger.warning("%d tensors of the checkpoint are not used, first %s", len(unread), unread[0])

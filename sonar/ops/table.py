@@ -243,8 +243,71 @@ class SampleFn(Protocol):
 
 
 @dataclass(frozen=True)
+class FusedOps:
+    """Products of few rows fused with what comes before and after, where that saves passes over small tensors.
+
+    Optional: a model that finds none in its table, or has more rows, takes the single ops. Results may differ from
+    theirs by the rounding of intermediates. Layers must come from the same table.
+
+    Attributes:
+        max_rows: largest T served.
+        norm_linear: (linear, x_TD, norm_D, eps) -> linear(rms_norm(x)).
+        norm_gated_linear: (linear of 2 F outputs, x_TD, norm_D, eps, activation) -> gated_activation of that, (T, F).
+        linear_add: (linear, x_TK, residual_TD): residual += linear(x), in place.
+    """
+
+    max_rows: int
+    norm_linear: Callable[[LinearFn, Tensor, Tensor, float], Tensor]
+    norm_gated_linear: Callable[[LinearFn, Tensor, Tensor, float, Activation], Tensor]
+    linear_add: Callable[[LinearFn, Tensor, Tensor], None]
+
+
+class TensorParallel(Protocol):
+    """What layers and sampler need of the ranks that share every layer of a model; all of them make the same calls.
+
+    Attributes:
+        rank, size: place among these ranks, and how many there are.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def vocabulary(self, vocab_size: int) -> tuple[int, int]:
+        """First token id of this rank's rows of embedding and head, and the one after the last."""
+        ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' tensors of one shape, on every rank; may be x itself, overwritten. On the CPU an
+        element's bits do not depend on where in the tensor it lies."""
+        ...
+
+    def gather_columns(self, x_SV: Tensor, vocab_size: int) -> Tensor | None:
+        """On rank 0 the ranks' columns side by side, (S, vocab_size); None on the others."""
+        ...
+
+    def gather_pairs(self, pairs_SC: Tensor) -> Tensor:
+        """Every rank's small tensor, (size, S, C), on every rank."""
+        ...
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's tensor on every rank; the others' is overwritten and returned."""
+        ...
+
+
+@dataclass(frozen=True)
 class OpTable:
-    """The ops of one backend. name: what the log and `LeadReady.ops_backend` say."""
+    """The ops of one backend.
+
+    Attributes:
+        name: what the log and `LeadReady.ops_backend` say.
+        fused: None where the backend has none.
+        is_capturable: every op may be captured in a CUDA graph: no host wait, launches that depend on shapes alone.
+            `rope_kv_write` then writes no token of a negative slot, and attention gives zeros for a seq_len of 0.
+        parallel: the ranks that hold the other parts of the layers; None when the rank holds whole layers.
+    """
 
     name: str
     rms_norm: RmsNormFn
@@ -257,3 +320,6 @@ class OpTable:
     linear: LinearFactory
     embedding: EmbeddingFactory
     sample: SampleFn
+    fused: FusedOps | None = None
+    is_capturable: bool = False
+    parallel: TensorParallel | None = None

@@ -44,6 +44,11 @@ class PagedRunner:
     @torch.inference_mode()
     def step(self, chunks: Sequence[tuple[int, list[int]]]) -> list[Tensor]:
         """Computes one step of (request, its next tokens); single tokens come first. Returns logits_TV a request."""
+        return list(self._model.logits(self.hidden(chunks)).split([len(tokens) for _, tokens in chunks]))
+
+    @torch.inference_mode()
+    def hidden(self, chunks: Sequence[tuple[int, list[int]]], hidden_TD: Tensor | None = None) -> Tensor:
+        """The step's hidden states; hidden_TD are those of the pipeline stage before this one."""
         lengths = [len(tokens) for _, tokens in chunks]
         starts = [self._done.get(request, 0) for request, _ in chunks]
         metadata = {kind: self._metadata(kind, [r for r, _ in chunks], starts, lengths) for kind in self._kinds}
@@ -54,11 +59,12 @@ class PagedRunner:
             kv_layers=self._kv_layers,
             attention=tuple(metadata[kind] for kind in self._config.layer_kinds),
             logits_rows_S=torch.arange(sum(lengths), device=self._device),
+            hidden_TD=hidden_TD,
         )
         hidden_TD = self._model.forward(batch)
         for (request, _), start, length in zip(chunks, starts, lengths, strict=True):
             self._done[request] = start + length
-        return list(self._model.logits(hidden_TD).split(lengths))
+        return hidden_TD
 
     def _metadata(
         self, kind: LayerKind, requests: list[int], starts: list[int], lengths: list[int]
