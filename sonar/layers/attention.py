@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sonar.ops.table import AttentionMetadata, AttentionSpec, LinearFn, OpTable
+from sonar.layers.norms import RmsNorm
+from sonar.ops.table import AttentionMetadata, AttentionSpec, FusedOps, LinearFn, OpTable
 
 
 class Attention:
@@ -40,8 +41,24 @@ class Attention:
 
     def __call__(self, x_TD: Tensor, positions_T: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Writes this step's K and V to the cache and returns a new (T, D) tensor."""
+        return self._output(self._attend(self._qkv(x_TD), positions_T, kv_cache, metadata))
+
+    def add_fused(
+        self,
+        residual_TD: Tensor,
+        norm: RmsNorm,
+        positions_T: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        fused: FusedOps,
+    ) -> None:
+        """residual += attention(norm(residual)), in place."""
+        qkv_TX = fused.norm_linear(self._qkv, residual_TD, norm.weight_D, norm.eps)
+        fused.linear_add(self._output, self._attend(qkv_TX, positions_T, kv_cache, metadata), residual_TD)
+
+    def _attend(self, qkv_TX: Tensor, positions_T: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         q_THE = self._rope_kv_write(
-            self._qkv(x_TD),
+            qkv_TX,
             positions_T,
             self._cos_sin_PR,
             self._q_norm_E,
@@ -51,4 +68,4 @@ class Attention:
             metadata.slot_mapping_T,
             self.spec,
         )
-        return self._output(self._paged_attention(q_THE, kv_cache, metadata, self.spec))
+        return self._paged_attention(q_THE, kv_cache, metadata, self.spec)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from sonar.errors import ModelError
-from sonar.ops.table import Activation, LinearFn, OpTable
+from sonar.layers.norms import RmsNorm
+from sonar.ops.table import Activation, FusedOps, LinearFn, OpTable
 
 # Hugging Face's `hidden_act` names; three of them are one formula, the tanh approximation.
 ACTIVATIONS: dict[str, Activation] = {
@@ -41,6 +42,11 @@ class GatedMlp:
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Returns a new (T, D) tensor."""
         return self._down(self._gated_activation(self._gate_up(x_TD), self._activation))
+
+    def add_fused(self, residual_TD: Tensor, norm: RmsNorm, fused: FusedOps) -> None:
+        """residual += mlp(norm(residual)), in place."""
+        x_TF = fused.norm_gated_linear(self._gate_up, residual_TD, norm.weight_D, norm.eps, self._activation)
+        fused.linear_add(self._down, x_TF, residual_TD)
 
 
 class Mlp:

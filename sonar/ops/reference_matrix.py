@@ -35,7 +35,7 @@ class MatrixOps:
 
     def linear(self, parts: Sequence[Matrix], bias_N: Tensor | None) -> LinearFn:
         """See `sonar.ops.table.LinearFactory`. Raises `ModelError` as `dequantize_rows`."""
-        weight_NK = self._dense(parts[0]) if len(parts) == 1 else self._stack(parts)
+        weight_NK = self.dense(parts)
         if bias_N is not None:
             bias_N = bias_N.to(self._device, self._dtype)
 
@@ -43,6 +43,11 @@ class MatrixOps:
             return F.linear(x_TK, weight_NK, bias_N)
 
         return linear
+
+    def dense(self, parts: Sequence[Matrix]) -> Tensor:
+        """The parts stacked along N, in the compute dtype on the device; a stored tensor itself where it is that
+        already. Raises as `linear`."""
+        return self._dense(parts[0]) if len(parts) == 1 else self._stack(parts)
 
     def embedding(self, table: Matrix) -> EmbeddingFn:
         """See `sonar.ops.table.EmbeddingFactory`. Raises `ModelError` as `dequantize_rows`."""

@@ -24,12 +24,19 @@ def sample(logits_SV: Tensor, sampling: SamplingTensors) -> Tensor:
     greedy_S = logits_SV.argmax(dim=-1)
     if sampling.all_greedy:
         return greedy_S
-    is_greedy_S = sampling.temperature_S == 0
-    divisor_S1 = sampling.temperature_S.masked_fill(is_greedy_S, 1.0).unsqueeze(1)
+    scaled_SV = scale_and_filter(logits_SV, sampling)
+    return torch.where(sampling.temperature_S == 0, greedy_S, _draw(scaled_SV, sampling.key_S2))
+
+
+def scale_and_filter(logits_SV: Tensor, sampling: SamplingTensors) -> Tensor:
+    """Logits divided by the temperature, -inf where a filter drops a token; a greedy row keeps its likeliest token.
+
+    Args:
+        logits_SV: overwritten.
+    """
+    divisor_S1 = sampling.temperature_S.masked_fill(sampling.temperature_S == 0, 1.0).unsqueeze(1)
     scaled_SV = logits_SV.div_(divisor_S1)
-    if sampling.any_filter:
-        scaled_SV = _filter(scaled_SV, sampling)
-    return torch.where(is_greedy_S, greedy_S, _draw(scaled_SV, sampling.key_S2))
+    return _filter(scaled_SV, sampling) if sampling.any_filter else scaled_SV
 
 
 def gumbel_noise(key_S2: Tensor, num_tokens: int) -> Tensor:

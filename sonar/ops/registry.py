@@ -22,6 +22,7 @@ OpTableBuilder = Callable[[torch.device, torch.dtype], OpTable]
 # A backend of a device bears the name of torch's device type: `auto` takes it by that name.
 BACKENDS: dict[str, str] = {
     "reference": "sonar.ops.reference:build",
+    "cuda": "sonar.ops.cuda:build",
 }
 
 

@@ -34,6 +34,11 @@ class BlockTables:
         if device.type != "cpu":
             self._on_device = torch.zeros(shape, dtype=torch.int32, device=device)
 
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest request."""
+        return self._max_blocks
+
     def apply(self, new_blocks: list[NewBlocks]) -> None:
         """Appends blocks to tables. A table entry is written before any step reads it, so none is ever cleared."""
         if not new_blocks:

@@ -105,6 +105,8 @@ def load_runner(
     )
     progress("allocate KV cache", 0, 0)
     runner = RunnerBuilder(model, layout, ops, vocabulary, device, resolved).build(num_blocks)
+    progress("prepare", 0, 0)
+    runner.prepare()
     return LoadedRunner(
         runner=runner,
         config=resolved,
@@ -141,7 +143,16 @@ class RunnerBuilder:
         cache = KVCache(self.layout, num_blocks, self.device)
         threads = self.config.threads if self.device.type == "cpu" else 0
         return ModelRunner(
-            RunnerParts(self.model, cache, slots, self.ops.sample, self.vocabulary, self.device, threads)
+            RunnerParts(
+                self.model,
+                cache,
+                slots,
+                self.ops.sample,
+                self.vocabulary,
+                self.device,
+                threads,
+                self.device.type == "cuda" and self.ops.is_capturable,
+            )
         )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from sonar.messages import StepBatch, StepResult
 from sonar.models.base import Model
 from sonar.ops.table import SampleFn
+from sonar.worker.cuda_graphs import DecodeGraphs
 from sonar.worker.draw_plan import Vocabulary
 from sonar.worker.input_builder import InputBuilder
 from sonar.worker.inputs import PromptRows, StepInputs
@@ -41,6 +42,7 @@ class RunnerParts:
 
     Attributes:
         threads: CPU threads torch may use in the runner's thread; 0 leaves torch's own choice.
+        is_capturable: the ops may be captured in CUDA graphs; `ModelRunner.prepare` then does so for decode steps.
     """
 
     model: Model
@@ -50,6 +52,7 @@ class RunnerParts:
     vocabulary: Vocabulary
     device: torch.device
     threads: int = 0
+    is_capturable: bool = False
 
 
 class RunningStep:
@@ -73,6 +76,12 @@ class ModelRunner:
         self._thread = StepThread("model-runner", partial(_enter_thread, parts.device, parts.threads))
         self._under_way: deque[RunningCall[PendingResult]] = deque()
         self._failed: BaseException | None = None
+        self._graphs: DecodeGraphs | None = None
+
+    def prepare(self) -> None:
+        """Captures what can be captured, before the first step; waits for it. Raises what that raised."""
+        if self._parts.is_capturable:
+            self._thread.submit(self._capture).result()
 
     def submit(self, batch: StepBatch) -> RunningStep:
         """Starts a step and returns at once. After a step has failed every later one raises the same error: the slots
@@ -88,7 +97,21 @@ class ModelRunner:
         """Ends the thread after the steps under way, and drops model and cache."""
         self._thread.close()
         self._under_way.clear()
-        del self._inputs, self._sampler, self._parts
+        del self._inputs, self._sampler, self._parts, self._graphs
+
+    def _capture(self) -> None:
+        parts = self._parts
+        with torch.inference_mode():
+            graphs = DecodeGraphs(
+                parts.model,
+                parts.cache,
+                parts.device,
+                max_requests=len(parts.slots.params),
+                max_blocks=parts.slots.block_tables.max_blocks,
+                max_seq_len=parts.slots.block_tables.max_blocks * parts.cache.layout.block_size,
+            )
+            graphs.capture()
+        self._graphs = graphs
 
     def _run(self, batch: StepBatch) -> PendingResult:
         if self._failed is not None:
@@ -119,6 +142,8 @@ class ModelRunner:
 
     def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         """Hidden states of all rows, and logits of the sampled ones."""
+        if self._graphs is not None and self._graphs.can_run(inputs):
+            return self._graphs.run(inputs)
         model = self._parts.model
         hidden_TD = model.forward(inputs.forward)
         if inputs.sampled_rows_S is None:

@@ -1,0 +1,221 @@
+"""Attention of one query token a request over its cached tokens, as one Triton kernel (split-KV).
+
+A program takes one request, one kv head with all query heads that read it, and one split of the tokens. How many splits
+there are is fixed by the launch, how many of them have work follows from the request's length on the device: so a
+captured launch serves any length. The last program of a head to finish merges the splits (Milakov & Gimelshein 2018,
+online normalizer; Dao et al. 2023, Flash-Decoding). Called by `sonar.ops.cuda_attention`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sonar.ops.cuda_launch import ceil_div, power_of_two, wait_for_inputs
+from sonar.ops.table import AttentionMetadata, AttentionSpec
+
+# tl.dot wants 16 rows at least; heads that read one kv head are padded to that.
+_MIN_ROWS = 16
+# Programs that keep an H200's 132 multiprocessors loading: four each.
+_WANTED_PROGRAMS = 528
+_MAX_SPLITS = 64
+
+
+@triton.jit
+def apply_softcap(scores, softcap):
+    """softcap * tanh(scores / softcap)."""
+    return softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,
+    cache_ptr,
+    out_ptr,
+    table_ptr,
+    seq_lens_ptr,
+    sinks_ptr,
+    partial_ptr,
+    partial_stats_ptr,
+    counters_ptr,
+    scale,
+    softcap,
+    table_stride,
+    block_stride,
+    kv_stride,
+    head_stride,
+    token_stride,
+    NUM_KV: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    row_mask = rows < GROUP
+    dim_mask = dims < HEAD_DIM
+    heads = kv_head * GROUP + rows
+    wait_for_inputs(PDL)
+
+    seq_len = tl.load(seq_lens_ptr + request)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(seq_len - WINDOW, 0)
+    first_tile = first // TILE
+    num_tiles = tl.cdiv(seq_len, TILE) - first_tile
+    tiles_a_split = tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), 1)
+    num_active = tl.maximum(tl.cdiv(num_tiles, tiles_a_split), 1)
+    if split >= num_active:
+        return
+
+    out_row = request * (NUM_KV * GROUP * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
+    row_dim_mask = row_mask[:, None] & dim_mask[None, :]
+    q = tl.load(q_ptr + out_row, mask=row_dim_mask, other=0.0)
+    best = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    if HAS_SINKS:
+        if split == 0:
+            best = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0).to(tl.float32) * 1.4426950408889634
+            total = tl.full((ROWS,), 1.0, tl.float32)
+    acc = tl.zeros((ROWS, DIMS), tl.float32)
+    begin = first_tile + split * tiles_a_split
+    end = tl.minimum(begin + tiles_a_split, first_tile + num_tiles)
+    head_ptr = cache_ptr + kv_head * head_stride
+    for tile in range(begin, end):
+        positions = tile * TILE + tl.arange(0, TILE)
+        seen = (positions < seq_len) & (positions >= first)
+        block = tl.load(table_ptr + request * table_stride + positions // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+        place = block * block_stride + (positions % BLOCK_SIZE) * token_stride
+        kv_mask = seen[:, None] & dim_mask[None, :]
+        k = tl.load(head_ptr + place[:, None] + dims[None, :], mask=kv_mask, other=0.0)
+        v = tl.load(head_ptr + kv_stride + place[:, None] + dims[None, :], mask=kv_mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if HAS_SOFTCAP:
+            scores = apply_softcap(scores, softcap)
+        scores = tl.where(seen[None, :], scores * 1.4426950408889634, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_best[:, None])
+        shrink = tl.exp2(best - new_best)
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        best = new_best
+
+    if num_active == 1:
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out_ptr + out_row, result.to(out_ptr.dtype.element_ty), mask=row_dim_mask)
+        return
+    pair = request * NUM_KV + kv_head
+    part_ptr = partial_ptr + pair * (NUM_SPLITS * ROWS * DIMS) + rows[:, None] * DIMS + dims[None, :]
+    stats_ptr = partial_stats_ptr + pair * (NUM_SPLITS * ROWS * 2) + rows * 2
+    tl.store(part_ptr + split * (ROWS * DIMS), acc)
+    tl.store(stats_ptr + split * (ROWS * 2), best)
+    tl.store(stats_ptr + split * (ROWS * 2) + 1, total)
+    # The barrier brings the stores of the whole program before the counter, whose release publishes them.
+    tl.debug_barrier()
+    num_done = tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel")
+    if num_done != num_active - 1:
+        return
+    tl.store(counters_ptr + pair, 0)
+    best = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, DIMS), tl.float32)
+    for other in range(0, num_active):
+        its_best = tl.load(stats_ptr + other * (ROWS * 2), cache_modifier=".cg")
+        its_total = tl.load(stats_ptr + other * (ROWS * 2) + 1, cache_modifier=".cg")
+        its_acc = tl.load(part_ptr + other * (ROWS * DIMS), cache_modifier=".cg")
+        new_best = tl.maximum(best, its_best)
+        shrink = tl.exp2(best - new_best)
+        its_shrink = tl.exp2(its_best - new_best)
+        total = total * shrink + its_total * its_shrink
+        acc = acc * shrink[:, None] + its_acc * its_shrink[:, None]
+        best = new_best
+    result = acc / total[:, None]
+    tl.store(out_ptr + out_row, result.to(out_ptr.dtype.element_ty), mask=row_dim_mask)
+
+
+def choose_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, tile: int) -> int:
+    """Splits of each request's tokens: enough programs to fill the device, no more than there are tiles."""
+    wanted = ceil_div(_WANTED_PROGRAMS, num_requests * num_kv_heads)
+    return min(power_of_two(wanted), power_of_two(ceil_div(max_seq_len, tile)), _MAX_SPLITS)
+
+
+class DecodeAttention:
+    """Attention of decodes. Owns the counters by which the programs of a head agree who merges.
+
+    Args:
+        has_pdl: launch dependently (`sonar.ops.cuda_launch`).
+        tile: tokens a program takes at a time. num_stages, num_warps: Triton's.
+    """
+
+    def __init__(
+        self, device: torch.device, *, has_pdl: bool, tile: int = 64, num_stages: int = 3, num_warps: int = 4
+    ) -> None:
+        self._has_pdl = has_pdl
+        self._tile = tile
+        self._num_stages, self._num_warps = num_stages, num_warps
+        self._counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
+
+    def __call__(
+        self,
+        q_THE: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+        sinks_H: Tensor | None,
+        out_THE: Tensor,
+    ) -> None:
+        """Attends with the first `num_decodes` rows of q and writes those rows of out."""
+        num_requests, num_kv, group = metadata.num_decodes, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
+        assert num_requests * num_kv <= self._counters.shape[0], f"{num_requests} decodes of {num_kv} kv heads"
+        rows, dims = power_of_two(group, _MIN_ROWS), power_of_two(spec.head_dim, 16)
+        longest = min(metadata.max_seq_len, spec.window + self._tile) if spec.window else metadata.max_seq_len
+        splits = choose_splits(num_requests, num_kv, longest, self._tile)
+        shape = (num_requests, num_kv, splits, rows) if splits > 1 else (1, 1, 1, 1)
+        partial = torch.empty((*shape, dims), dtype=torch.float32, device=q_THE.device)
+        stats = torch.empty((*shape, 2), dtype=torch.float32, device=q_THE.device)
+        _decode_kernel[(num_kv, splits, num_requests)](
+            q_THE,
+            kv_cache,
+            out_THE,
+            metadata.block_table_RB,
+            metadata.seq_lens_R,
+            q_THE if sinks_H is None else sinks_H,
+            partial,
+            stats,
+            self._counters,
+            spec.scale,
+            spec.softcap,
+            metadata.block_table_RB.stride(0),
+            *kv_cache.stride()[:4],
+            NUM_KV=num_kv,
+            GROUP=group,
+            ROWS=rows,
+            HEAD_DIM=spec.head_dim,
+            DIMS=dims,
+            BLOCK_SIZE=kv_cache.shape[3],
+            TILE=self._tile,
+            NUM_SPLITS=splits,
+            WINDOW=spec.window,
+            HAS_SOFTCAP=spec.softcap != 0.0,
+            HAS_SINKS=sinks_H is not None,
+            PRECISION="ieee" if q_THE.dtype == torch.float32 else "tf32",
+            PDL=self._has_pdl,
+            num_warps=self._num_warps,
+            num_stages=self._num_stages,
+            **({"launch_pdl": True} if self._has_pdl else {}),
+        )

@@ -1,0 +1,159 @@
+"""The CUDA backend against the reference; on a GPU, or without one in Triton's interpreter (TRITON_INTERPRET=1).
+
+Tolerances: a result of a 16-bit dtype may differ by a few of its last digits, sums over thousands of terms included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from sonar.ops import reference
+from sonar.ops.table import Activation, AttentionSpec, OpTable, PlainMatrix
+from tests.ops.paged_case import attend_one_by_one, make_case
+from tests.ops.sample_formula import Row, to_tensors
+
+pytestmark = pytest.mark.gpu
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
+DTYPES = [torch.float32, HALF]
+
+
+def _table(dtype: torch.dtype) -> OpTable:
+    from sonar.ops.cuda import build
+
+    return build(DEVICE, dtype)
+
+
+def _close(actual: Tensor, expected: Tensor, factor: float = 2.0) -> None:
+    eps = torch.finfo(actual.dtype).eps if actual.dtype.itemsize == 2 else 1e-5
+    torch.testing.assert_close(actual.cpu().float(), expected.cpu().float(), rtol=factor * eps, atol=factor * eps)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (3, 1000), (2, 4096), (2, 3, 128)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    ops, ref = _table(dtype), reference.build(DEVICE, dtype)
+    x, weight = torch.randn(shape).to(DEVICE, dtype), torch.randn(shape[-1]).to(DEVICE, dtype)
+    _close(ops.rms_norm(x, weight, 1e-5), ref.rms_norm(x, weight, 1e-5))
+    if len(shape) == 2:
+        residual = torch.randn(shape).to(DEVICE, dtype)
+        twin = residual.clone()
+        _close(ops.add_rms_norm(x, residual, weight, 1e-5), ref.add_rms_norm(x, twin, weight, 1e-5))
+        _close(residual, twin)
+
+
+@pytest.mark.parametrize("kind", Activation)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_activation(dtype: torch.dtype, kind: Activation) -> None:
+    x = torch.randn(3, 2 * 1500).to(DEVICE, dtype)
+    expected = reference.build(DEVICE, torch.float32).gated_activation(x.float(), kind)
+    _close(_table(dtype).gated_activation(x, kind), expected)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), [(4, 2, 64, 64), (12, 4, 80, 32), (2, 1, 128, 0)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rope_kv_write(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rotary: int, has_norm: bool) -> None:
+    spec = AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, scale=0.1)
+    qkv = torch.randn(5, (heads + 2 * kv_heads) * dim).to(DEVICE, dtype)
+    positions = torch.tensor([0, 7, 3, 31, 2], device=DEVICE)
+    cos_sin = torch.randn(32, rotary).to(DEVICE) if rotary else None
+    norms = [torch.randn(dim).to(DEVICE, dtype) if has_norm else None for _ in range(2)]
+    slots = torch.tensor([17, 0, 95, 33, 40], device=DEVICE)
+    caches = [torch.zeros(6, 3, 2, kv_heads, 16, dim, dtype=dtype, device=DEVICE)[:, 1] for _ in range(2)]
+    arguments = [(qkv, positions, cos_sin, *norms, 1e-6, cache, slots, spec) for cache in caches]
+    actual = _table(dtype).rope_kv_write(*arguments[0])
+    _close(actual, reference.build(DEVICE, dtype).rope_kv_write(*arguments[1]), 4.0)
+    _close(caches[0], caches[1], 4.0)
+
+
+def test_rope_writes_no_token_of_a_negative_slot() -> None:
+    spec = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=64, scale=0.1)
+    cache = torch.zeros(2, 2, 1, 16, 64, dtype=HALF, device=DEVICE)
+    qkv = torch.ones(2, 4 * 64, dtype=HALF, device=DEVICE)
+    positions, slots = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.tensor([-1, 5], device=DEVICE)
+    _table(HALF).rope_kv_write(qkv, positions, None, None, None, 1e-6, cache, slots, spec)
+    assert cache[0, :, :, 5].eq(1).all() and cache.sum() == 2 * 64
+
+
+CASES = {
+    "decodes": [(1, 1), (1, 33), (1, 64), (1, 333), (1, 1000)],
+    "prompts": [(5, 5), (17, 300), (130, 130), (64, 200)],
+    "mixed": [(1, 70), (1, 2), (2, 2), (40, 77)],
+}
+
+
+@pytest.mark.parametrize("case_name", CASES)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125),
+        AttentionSpec(num_heads=3, num_kv_heads=1, head_dim=80, scale=0.1, window=40),
+        AttentionSpec(num_heads=2, num_kv_heads=2, head_dim=128, scale=0.09, softcap=5.0),
+    ],
+    ids=["plain", "window", "softcap"],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_attention(dtype: torch.dtype, spec: AttentionSpec, case_name: str, has_sinks: bool) -> None:
+    case = make_case(CASES[case_name], spec, 16, dtype)
+    sinks = torch.linspace(-1.0, 2.0, spec.num_heads) if has_sinks else None
+    moved = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in vars(case.metadata).items()}
+    metadata = dataclasses.replace(case.metadata, **moved)
+    q, cache = case.q_THE.to(DEVICE), case.kv_cache.to(DEVICE)
+    ops = _table(dtype)
+    for _ in range(2):  # the second launch finds the counters as the first left them
+        actual = ops.paged_attention(q, cache, metadata, spec, None if sinks is None else sinks.to(DEVICE))
+    if IS_INTERPRETED or case_name != "prompts":
+        _close(actual, attend_one_by_one(case, sinks), 4.0)
+    else:
+        table = reference.build(torch.device("cpu"), torch.float32)
+        expected = table.paged_attention(case.q_THE.float(), case.kv_cache.float(), case.metadata, spec, sinks)
+        _close(actual, expected, 4.0)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 16])
+@pytest.mark.parametrize(("num_out", "num_in"), [(96, 64), (256, 1024), (1000, 3072), (1024, 4100 // 4 * 4)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_fused_products(num_out: int, num_in: int, num_rows: int, has_bias: bool) -> None:
+    ops, ref = _table(HALF), reference.build(DEVICE, torch.float32)
+    assert ops.fused is not None
+    weight = (torch.randn(num_out, num_in) * num_in**-0.5).to(DEVICE, HALF)
+    bias = torch.randn(num_out).to(DEVICE, HALF) if has_bias else None
+    linear, exact = ops.linear([PlainMatrix(weight)], bias), ref.linear([PlainMatrix(weight)], bias)
+    x, norm = torch.randn(num_rows, num_in).to(DEVICE, HALF), torch.randn(num_in).to(DEVICE, HALF)
+    normed = ref.rms_norm(x.float(), norm.float(), 1e-5)
+    for _ in range(2):
+        residual = torch.randn(num_rows, num_out).to(DEVICE, HALF)
+        expected = residual.float() + exact(x.float())
+        ops.fused.linear_add(linear, x, residual)
+        _close(residual, expected, 6.0)
+        _close(linear(x), exact(x.float()), 4.0)
+        _close(ops.fused.norm_linear(linear, x, norm, 1e-5), exact(normed), 8.0)
+        gated = ref.gated_activation(exact(normed), Activation.SILU)
+        _close(ops.fused.norm_gated_linear(linear, x, norm, 1e-5, Activation.SILU), gated, 16.0)
+
+
+def test_sampling_draws_what_the_reference_draws() -> None:
+    rows = [Row(seed=0), Row(seed=1, temperature=0), Row(seed=2, temperature=0.7), Row(seed=3, temperature=2.0)] * 4
+    filtered = [Row(seed=5, top_p=0.9), Row(seed=6, top_k=3), Row(seed=7, temperature=0), Row(seed=8, min_p=0.1)]
+    for batch in (rows, filtered, [Row(seed=1, temperature=0)]):
+        logits, sampling = torch.randn(len(batch), 9001), to_tensors(batch)
+        moved = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in vars(sampling).items()}
+        expected = reference.build(torch.device("cpu"), torch.float32).sample(logits.clone(), sampling)
+        actual = _table(HALF).sample(logits.to(DEVICE), dataclasses.replace(sampling, **moved))
+        assert actual.tolist() == expected.tolist()
+
+
+def test_ties_go_to_the_lower_id() -> None:
+    sampling = to_tensors([Row(seed=1, temperature=0)])
+    logits = torch.zeros(1, 9001, device=DEVICE)
+    logits[0, [5000, 77, 8999]] = 3.0
+    assert _table(HALF).sample(logits, sampling).tolist() == [77]
