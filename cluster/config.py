@@ -113,7 +113,7 @@ class RestartPolicy:
     backoff_s: float = 0.5
     backoff_max_s: float = 30.0
     crash_limit: int = 5
-    stable_s: float = 30.0
+    stable_s: float = 10.0
     retry_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -131,13 +131,53 @@ class RestartPolicy:
 
 
 @dataclass(frozen=True)
+class TlsFiles:
+    """HTTPS: PEM files of the certificate (with its chain) and of its private key."""
+
+    certificate: Path
+    private_key: Path
+
+    def __post_init__(self) -> None:
+        for name, path in vars(self).items():
+            if not path.is_file():
+                raise ConfigError(f"{name}={str(path)!r} is no file; give one in PEM form", param=name)
+
+
+@dataclass(frozen=True)
+class NodesConfig:
+    """Hosts that a cluster waits for before it places anything.
+
+    Attributes:
+        expected: their node ids. min: how many there have to be, whatever their names.
+        join_timeout_s: after it the missing are named, and the cluster goes on without them.
+        exit_when_missing: the head ends then instead.
+    """
+
+    expected: tuple[str, ...] = ()
+    min: int = 0
+    join_timeout_s: float = 120.0
+    exit_when_missing: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.expected:
+            check_name("expected", name)
+        if not 0 <= self.min <= 100_000:
+            raise ConfigError(f"min={self.min}; choose 0 to 100000", param="min")
+        if not 0 < self.join_timeout_s < 1e6:
+            raise ConfigError(f"join_timeout_s={self.join_timeout_s}; must be above 0", param="join_timeout_s")
+
+
+@dataclass(frozen=True)
 class NetworkConfig:
-    """Where the head listens. Port 0 takes a free one; control is for agents and leads, never for clients."""
+    """Where the head listens. Port 0 takes a free one; control is for agents and leads, never for clients.
+
+    tls: HTTPS instead of HTTP."""
 
     http_host: str = "127.0.0.1"
     http_port: int = 2242
     control_host: str = "127.0.0.1"
     control_port: int = DEFAULT_CONTROL_PORT
+    tls: TlsFiles | None = None
 
     def __post_init__(self) -> None:
         for name in ("http_port", "control_port"):
@@ -160,6 +200,7 @@ class ClusterConfig:
     timeouts: Timeouts = field(default_factory=Timeouts)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     token_file: Path | None = None
+    nodes: NodesConfig = field(default_factory=NodesConfig)
 
     def __post_init__(self) -> None:
         for kind, names in (

@@ -31,6 +31,7 @@ from cluster.events import (
     FailureExplained,
     LeadSpoke,
     NodeGone,
+    NodeLeaving,
     NodeRegistered,
     StopRequested,
     Tick,
@@ -43,6 +44,7 @@ from cluster.messages import (
     Register,
     Shutdown,
     StartFailed,
+    WantsToLeave,
     WorkerExited,
     WorkerStarted,
 )
@@ -80,7 +82,7 @@ class ControlPlane:
             key.removeprefix(INCARNATION_KEY): int(value) for key, value in store.items(INCARNATION_KEY).items()
         }
         self.server = server
-        self.state = ClusterState(config.timeouts, config.restart, versions, incarnations)
+        self.state = ClusterState(config.timeouts, config.restart, versions, incarnations, config.nodes)
         self.table = RequestTable(MemoryJournal(), self, clock)
         self._store = store
         self._clock = clock
@@ -155,6 +157,8 @@ class ControlPlane:
                 self.feed(AgentSpoke(peer.name, peer.generation, tuple(running)))
             case WorkerStarted() | StartFailed() | WorkerExited():
                 self.feed(AgentReported(peer.name, peer.generation, message))
+            case WantsToLeave():
+                self.feed(NodeLeaving(peer.name, peer.generation))
             case Leaving(reason=reason):
                 self.feed(NodeGone(peer.name, peer.generation, f"its agent left: {reason}"))
             case _:

@@ -82,6 +82,14 @@ class FailureExplained:
 
 
 @dataclass(frozen=True)
+class NodeLeaving:
+    """An agent was told to end (its host goes away): no work for it, and what runs there drains."""
+
+    node_id: str
+    agent_id: int
+
+
+@dataclass(frozen=True)
 class NodeDrainRequested:
     """An operator wants no work on a node (or again: drain=False)."""
 
@@ -106,6 +114,7 @@ Event = (
     | AgentSpoke
     | AgentReported
     | NodeGone
+    | NodeLeaving
     | LeadSpoke
     | FailureExplained
     | NodeDrainRequested

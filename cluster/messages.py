@@ -35,6 +35,7 @@ class HardwareFacts(msgspec.Struct, frozen=True, kw_only=True):
         boot_id: changes with each boot; equal on two agents of one machine.
         cpu_cores: by affinity and cgroup quota. memory_bytes: of the host or the cgroup, whichever is less.
         addresses: "interface=address" of each interface that is up.
+        interface, address: those that lead to the head, for all traffic between hosts.
     """
 
     hostname: str
@@ -45,6 +46,8 @@ class HardwareFacts(msgspec.Struct, frozen=True, kw_only=True):
     memory_available_bytes: int
     devices: list[DeviceFacts]
     addresses: list[str]
+    interface: str = ""
+    address: str = ""
 
 
 class WorkerRef(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -127,13 +130,17 @@ class WorkerExited(_Message, frozen=True, kw_only=True):
     was_asked: bool
 
 
+class WantsToLeave(_Message, frozen=True, kw_only=True):
+    """Agent -> head: its host is to be free soon; no answer. The head drains what runs there, starts nothing."""
+
+
 class Leaving(_Message, frozen=True, kw_only=True):
     """Agent -> head: this agent ends, its workers have; last message."""
 
     reason: str
 
 
-AgentToHead = Register | Heartbeat | WorkerStarted | StartFailed | WorkerExited | Leaving
+AgentToHead = Register | Heartbeat | WorkerStarted | StartFailed | WorkerExited | WantsToLeave | Leaving
 
 
 # --- head -> agent --------------------------------------------------------------------------------------------------

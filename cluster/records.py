@@ -48,7 +48,7 @@ class NodeRecord:
 
     Attributes:
         agent_id: of the agent's present start. agent_seen_s: its last sign of life; seen_s: the same with its leads'.
-        is_drained: an operator wants no work there.
+        is_drained: an operator wants no work there. is_leaving: its agent ends once its workers have.
         running: workers reported as running there that belong to present incarnations.
         held: devices of workers whose incarnation is over but whose exit was not reported; nothing is placed on them,
             and the agent is told to kill them again at kill_again_s.
@@ -62,10 +62,16 @@ class NodeRecord:
     seen_s: float
     state: NodeState = NodeState.UP
     is_drained: bool = False
+    is_leaving: bool = False
     note: str = ""
     running: set[WorkerRef] = field(default_factory=set)
     held: dict[WorkerRef, tuple[int, ...]] = field(default_factory=dict)
     kill_again_s: float = 0.0
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether ranks may be placed there, as far as is known."""
+        return self.state is NodeState.UP and not self.is_drained and not self.is_leaving
 
 
 @dataclass
@@ -135,9 +141,9 @@ class ReplicaRecord:
 
     @property
     def is_recovering(self) -> bool:
-        """Whether it served, does not now, and is on its way back."""
-        coming = (ReplicaState.PLACING, ReplicaState.STARTING, ReplicaState.STOPPING, ReplicaState.BACKOFF)
-        return self.was_ready and self.is_wanted and self.state in (*coming, ReplicaState.LOADING)
+        """Whether it served, takes no requests now, and is on its way back."""
+        away = (ReplicaState.READY, ReplicaState.FAILED, ReplicaState.STOPPED)
+        return self.was_ready and self.is_wanted and self.state not in away
 
     def worker(self, rank: int) -> WorkerRef:
         """Name of a rank of the present incarnation."""

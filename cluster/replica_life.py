@@ -139,6 +139,13 @@ class ReplicaLife:
         replica.enter(ReplicaState.DRAINING, now, now + self._timeouts.drain_s)
         out.append(DrainRoute(replica.replica_id, replica.incarnation, ask_lead))
 
+    def move_away(self, replica: ReplicaRecord, node_id: str, out: list[Command], now: float) -> None:
+        """A host of its ranks takes no work any more: it finishes what it has, and is then started elsewhere."""
+        if replica.state is ReplicaState.READY:
+            self.drain(replica, out, now, ask_lead=True)
+        elif replica.state in _LOADING_STATES:
+            self.end(replica, End(f"node {node_id} takes no work any more", is_failure=False), out, now)
+
     def request_stop(self, replica: ReplicaRecord, out: list[Command], now: float) -> None:
         """It shall not run any more, and drains if there is something to drain."""
         replica.is_wanted = False

@@ -1,7 +1,7 @@
-"""The join token: one secret line that makes a process a member of a cluster.
+"""The join token, one secret line that makes a process a member of a cluster; and the file of API keys.
 
-Reads and creates its file; deriving keys from it is `sonar.transport_keys`. The token is never a command-line argument
-nor an environment variable, which other users of a host could read. Called by the head and the agent.
+Reads and creates the token's file; deriving keys from it is `sonar.transport_keys`. The token is never a command-line
+argument nor an environment variable, which other users of a host could read. Called by the head and the agent.
 """
 
 from __future__ import annotations
@@ -71,3 +71,19 @@ def read_token(path: Path) -> str:
         # Not refused: container platforms mount secrets with wider modes inside a private file system.
         logger.warning("join token %s is open to other users (mode %o); chmod 600 it", path, stat.S_IMODE(mode))
     return text
+
+
+def read_key_file(path: Path) -> tuple[str, ...]:
+    """API keys, one a line, without repeats.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no key.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file {path} cannot be read: {error}", param="api_key_file") from error
+    keys = tuple(dict.fromkeys(filter(None, lines)))
+    if not keys:
+        raise ConfigError(f"api_key_file {path} holds no key; write one a line", param="api_key_file")
+    return keys

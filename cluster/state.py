@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import assert_never
 
 from cluster.commands import Announce, Command, ResyncRoute, SendToAgent
-from cluster.config import DeploymentConfig, RestartPolicy, Timeouts
+from cluster.config import DeploymentConfig, NodesConfig, RestartPolicy, Timeouts
 from cluster.events import (
     AgentReported,
     AgentSpoke,
@@ -23,6 +23,7 @@ from cluster.events import (
     LeadSpoke,
     NodeDrainRequested,
     NodeGone,
+    NodeLeaving,
     NodeRegistered,
     StopRequested,
     Tick,
@@ -41,6 +42,7 @@ from cluster.messages import (
 from cluster.placement import NodeView, Unplaceable, place_replica
 from cluster.records import ALIVE_STATES, NodeRecord, NodeState, ReplicaRecord, ReplicaState
 from cluster.replica_life import End, ReplicaLife
+from cluster.roll_call import RollCall
 from sonar.messages import Drained, Draining, Fault, LeadHello, LeadReady, LeadStats, LoadProgress
 from sonar.transport import PROTOCOL_VERSION
 
@@ -57,6 +59,7 @@ class ClusterState:
     Args:
         versions: this head's; an agent with another "sonar" is refused by name.
         incarnations: replica id -> highest incarnation ever given, from the store.
+        nodes: hosts to wait for before anything is placed.
     """
 
     def __init__(
@@ -65,11 +68,13 @@ class ClusterState:
         restart: RestartPolicy,
         versions: Mapping[str, str],
         incarnations: Mapping[str, int],
+        nodes: NodesConfig = NodesConfig(),  # noqa: B008 - frozen
     ) -> None:
         self.nodes: dict[str, NodeRecord] = {}
         self.deployments: dict[str, DeploymentConfig] = {}
         self.replicas: dict[str, ReplicaRecord] = {}
         self.is_stopping = False
+        self.roll_call = RollCall(nodes)
         self._timeouts = timeouts
         self._versions = dict(versions)
         self._incarnations = dict(incarnations)
@@ -118,7 +123,16 @@ class ClusterState:
                 if replica is not None:
                     self._life.excuse(replica, now)
             case NodeDrainRequested():
-                self._drain_node(event, out, now)
+                node = self.nodes.get(event.node_id)
+                if node is not None:
+                    node.is_drained = event.drain
+                    self._vacate(node, out, now)
+            case NodeLeaving():
+                node = self.nodes.get(event.node_id)
+                if node is not None and node.agent_id == event.agent_id:
+                    node.is_leaving = True
+                    out.append(Announce(f"node {node.node_id} is leaving", is_failure=False))
+                    self._vacate(node, out, now)
             case StopRequested():
                 self.is_stopping = True
                 for replica in self.replicas.values():
@@ -251,14 +265,13 @@ class ClusterState:
                 end = End(f"node {node.node_id}: {reason}", is_failure=False)
                 self._life.ranks_lost(replica, lost, end, out, now)
 
-    def _drain_node(self, event: NodeDrainRequested, out: list[Command], now: float) -> None:
-        node = self.nodes.get(event.node_id)
-        if node is None:
+    def _vacate(self, node: NodeRecord, out: list[Command], now: float) -> None:
+        """What runs on a node that takes no work drains, or ends if it does not serve yet."""
+        if node.takes_work:
             return
-        node.is_drained = event.drain
-        for replica in self.replicas.values() if event.drain else ():
-            if replica.state is ReplicaState.READY and any(r.node_id == node.node_id for r in replica.ranks.values()):
-                self._life.drain(replica, out, now, ask_lead=True)
+        for replica in self.replicas.values():
+            if any(rank.node_id == node.node_id for rank in replica.ranks.values()):
+                self._life.move_away(replica, node.node_id, out, now)
 
     # --- replicas ---------------------------------------------------------------------------------------------------
 
@@ -313,6 +326,11 @@ class ClusterState:
             if replica.deployment == deployment and replica.replica_id not in names:
                 self._life.request_stop(replica, out, now)
 
+    @property
+    def nodes_here(self) -> list[str]:
+        """Ids of the nodes that are up."""
+        return [node.node_id for node in self.nodes.values() if node.state is NodeState.UP]
+
     def _tick(self, out: list[Command], now: float) -> None:
         gap_s = 0.0 if self._last_tick_s is None else now - self._last_tick_s
         self._last_tick_s = now
@@ -344,6 +362,8 @@ class ClusterState:
 
     def _settle(self, out: list[Command], now: float) -> None:
         """After an event: forget what has stopped, start what waits for nothing but room."""
+        if news := self.roll_call.tick(self.nodes_here, now):
+            out.append(Announce(news, is_failure=bool(self.roll_call.failure)))
         waiting: list[ReplicaRecord] = []
         for replica in list(self.replicas.values()):
             if replica.state is ReplicaState.STOPPED:
@@ -352,8 +372,12 @@ class ClusterState:
                 replica.enter(ReplicaState.PLACING, now)
             if replica.state is ReplicaState.PLACING:
                 waiting.append(replica)
-        if waiting:
+        if waiting and self.roll_call.is_over:
             self._place(waiting, out, now)
+        elif waiting:
+            note = self.roll_call.note(self.nodes_here)
+            for replica in waiting:
+                replica.note = note
 
     def _place(self, waiting: list[ReplicaRecord], out: list[Command], now: float) -> None:
         views = self._views(now)
@@ -385,7 +409,7 @@ class ClusterState:
         views = {}
         for node in self.nodes.values():
             is_awake = now - node.agent_seen_s < self._timeouts.heartbeat_timeout_s
-            if node.state is not NodeState.UP or node.is_drained or not is_awake:
+            if not node.takes_work or not is_awake:
                 continue
             held = {*taken.get(node.node_id, ()), *(index for devices in node.held.values() for index in devices)}
             indices = [device.index for device in node.hardware.devices]
