@@ -4,7 +4,7 @@
 #   run_cluster.sh status | stop [--port P]                                         look at it, end it
 #   run_cluster.sh serve MODEL | chat | bench ...                                   any other `sonar` command
 # Knows nothing of models or processes: see launcher/setup.sh and launcher/cli.
-set -euo pipefail
+set -eEuo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=launcher/setup.sh

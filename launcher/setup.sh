@@ -12,6 +12,9 @@ STAGE_CHILD=""
 
 say() { printf '%s\n' "$*" >&2; }
 
+# Sourced scripts run with `set -eE`: where one stops without a word of its own, this names the place.
+trap 'say "error: ${BASH_SOURCE[0]##*/} line $LINENO failed: $BASH_COMMAND"' ERR
+
 die() {
     say "error: $*"
     exit 1
@@ -90,7 +93,7 @@ setup_hash() {
         printf '%s\n' "$ROOT" "$1" "$TORCH_VERSION"
         "$VENV/bin/python" --version
         has_gpu && echo gpu
-        command -v c++ # with a compiler that came later the kernels can be built
+        command -v c++ || true # with a compiler that came later the kernels can be built
         cd "$ROOT"
         cat pyproject.toml launcher/setup.sh
         if [ -f CMakeLists.txt ]; then

@@ -3,7 +3,7 @@
 #   tests/run.sh [pytest's arguments]     e.g. tests/run.sh tests/launcher -k chat
 # Works on a bare Debian or Ubuntu machine; as root it installs the system packages that are missing. A failed check
 # does not hide the tests' results: all run, and the exit code tells. The last line is pytest's.
-set -euo pipefail
+set -eEuo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$ROOT"

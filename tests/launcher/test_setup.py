@@ -79,6 +79,16 @@ def test_the_extra_is_installed_once_and_will_do_for_a_plain_start(clone: Path) 
     assert len(calls(clone)) == 6
 
 
+def test_a_machine_without_a_compiler_is_set_up_and_told(clone: Path) -> None:
+    blind = 'command() { [ "$*" != "-v c++" ] && builtin command "$@"; }\n'
+    done = run(clone, blind + "sonar_setup; echo reached")
+    assert done.returncode == 0 and done.stdout == "reached\n", done.stderr
+    assert "kernels were not built" in done.stderr
+    assert run(clone, blind + "sonar_setup").stderr == ""
+    assert run(clone, 'command() { builtin command "$@" || echo /usr/bin/c++; }; sonar_setup').returncode == 0
+    assert calls(clone).count("torch") == 2, "a compiler that came later is a reason to set up again"
+
+
 def test_a_failed_stage_says_so_and_is_taken_up_again(clone: Path) -> None:
     failed = run(clone, "install_torch() { echo no space left; return 1; }; sonar_setup; echo reached")
     assert failed.returncode == 1 and "reached" not in failed.stdout
