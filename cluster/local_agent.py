@@ -16,14 +16,16 @@ from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from sonar.process import describe_exit
 from sonar.transport import Address
 
 logger = logging.getLogger(__name__)
 
-RESPAWN_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0)
-STABLE_S = 30.0
+RESPAWN_DELAYS_S = (0.0, 0.25, 0.5, 1.0, 2.0)
+# An agent that has lived so long worked; what ended it was no fault of its start.
+STABLE_S = 3.0
 LOG_TAIL_BYTES = 4096
 
 
@@ -37,7 +39,14 @@ class AgentTicket:
     state_dir: Path
 
 
-AgentCommand = Callable[[AgentTicket], list[str]]
+class AgentProcess(NamedTuple):
+    """How to start one: the argument list, program first, and the whole environment."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+AgentCommand = Callable[[AgentTicket], AgentProcess]
 ExitHandler = Callable[[str], None]
 
 
@@ -45,14 +54,15 @@ class LocalAgent:
     """Owner of the child process.
 
     Args:
-        command: makes the argument list; the child must bind its life to this process (see `sonar.process`).
+        command: says how to start the child, which must bind its life to this process (see
+            `sonar.process`).
         on_exit: told why, each time the child has ended unasked.
     """
 
     def __init__(self, ticket: AgentTicket, command: AgentCommand, on_exit: ExitHandler) -> None:
         self.node_id = ticket.node_id
         self.log_path = ticket.state_dir / "logs" / "agent.log"
-        self._arguments = command(ticket)
+        self._command = command(ticket)
         self._on_exit = on_exit
         self._process: Process | None = None
         self._stopping = asyncio.Event()
@@ -108,7 +118,12 @@ class LocalAgent:
         with self.log_path.open("ab") as log:
             # A session of its own: a terminal's Ctrl-C is for the head, which then ends its agent in order.
             self._process = await asyncio.create_subprocess_exec(
-                *self._arguments, stdin=DEVNULL, stdout=log, stderr=log, start_new_session=True
+                *self._command.arguments,
+                env=self._command.environment,
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         return await self._process.wait()
 

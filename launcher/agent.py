@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
+import msgspec
 import zmq
 
 from cluster.config import DEFAULT_CONTROL_PORT, check_name
-from cluster.local_agent import AgentCommand, AgentTicket
+from cluster.local_agent import AgentCommand, AgentProcess, AgentTicket
 from cluster.messages import (
     HeadToAgent,
     Heartbeat,
@@ -36,13 +37,16 @@ from cluster.messages import (
     RegisterAgain,
     Registered,
     Shutdown,
+    StartFailed,
     StartWorker,
     StopWorker,
+    WantsToLeave,
 )
 from cluster.security import read_token
 from cluster.versions import installed_versions
 from launcher.engines import engine_table
 from launcher.hardware import default_node_id, inspect_hardware
+from launcher.network import LocalRoute, interface_of, route_to
 from launcher.supervisor import Supervisor
 from sonar.errors import ConfigError, SonarError, UserError
 from sonar.process import die_with_parent
@@ -58,18 +62,47 @@ EXIT_REFUSED = 3
 TERM_GRACE_S = 5.0
 # Without a head for so long, workers give back what they hold: nobody can use them.
 HEAD_LOSS_S = 600.0
+REMIND_S = 10.0
 
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """What an agent is started with. engines: see `launcher.engines`."""
+    """What an agent is started with.
+
+    Attributes:
+        route: this host's address and interface towards the head, for all traffic between hosts.
+        engines: see `launcher.engines`.
+        drain_s: how long it waits for the head to move its work away when it is told to end.
+    """
 
     head: Address
+    route: LocalRoute
     token: str
     node_id: str
     state_dir: Path
     engines: dict[str, str]
     connect_timeout_s: float
+    drain_s: float
+
+
+@dataclass
+class _Departure:
+    """How far this agent's end is. signals: how many asked for it. leave_by_s: set while the head moves its work away.
+    exit_code: set once workers are being ended."""
+
+    signals: int = 0
+    leave_by_s: float | None = None
+    exit_code: int | None = None
+    reason: str = ""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether no more work is taken."""
+        return self.leave_by_s is not None or self.exit_code is not None
+
+
+class _InterruptedWaitError(Exception):
+    """A signal came while there was no head yet."""
 
 
 class Agent:
@@ -83,13 +116,13 @@ class Agent:
         self._supervisor = Supervisor(
             settings.state_dir, mark, settings.head, settings.token, settings.engines, time.monotonic
         )
-        self._hardware = inspect_hardware()
+        route = settings.route
+        self._hardware = msgspec.structs.replace(inspect_hardware(), interface=route.interface, address=route.address)
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._heartbeat_interval_s = math.inf
         self._next_heartbeat_s = math.inf
         self._connected_s = time.monotonic()
-        self._exit_code: int | None = None
-        self._exit_reason = ""
+        self._departure = _Departure()
 
     def run(self) -> int:
         """Serves until told to end; returns the exit code.
@@ -100,16 +133,40 @@ class Agent:
         swept = self._supervisor.sweep()
         self._catch_signals()
         try:
-            self._link.connect(self._settings.connect_timeout_s)
-            logger.info("node %s joins %s; swept %s", self._settings.node_id, self._settings.head, swept or "nothing")
+            self._connect()
+            logger.info(
+                "node %s joins %s by %s; swept %s",
+                self._settings.node_id,
+                self._settings.head,
+                self._settings.route,
+                swept or "nothing",
+            )
             self._register()
-            while self._exit_code is None or self._supervisor.running():
+            departure = self._departure
+            while departure.exit_code is None or self._supervisor.running():
                 self._turn()
-            self._link.send(Leaving(reason=self._exit_reason))
+            self._link.send(Leaving(reason=departure.reason))
             self._link.close()
-            return self._exit_code
+            return departure.exit_code
+        except _InterruptedWaitError:
+            self._link.close(0)
+            return 0
         finally:
             self._supervisor.kill_all()
+
+    def _connect(self) -> None:
+        """Waits for the head, which may come later than this host."""
+        next_word_s = REMIND_S
+
+        def on_wait(waited_s: float) -> None:
+            nonlocal next_word_s
+            if self._departure.signals:
+                raise _InterruptedWaitError
+            if waited_s >= next_word_s:
+                next_word_s += REMIND_S
+                logger.warning("no head answers at %s yet; tried for %.0f s", self._settings.head, waited_s)
+
+        self._link.connect(self._settings.connect_timeout_s, on_wait)
 
     def _turn(self) -> None:
         """Waits for whatever comes first, and deals with all that has come."""
@@ -122,6 +179,7 @@ class Agent:
             logger.info("%s ended: exit code %d, signal %d", report.worker, report.exit_code, report.signal)
             self._link.send(report)
         self._supervisor.tick()
+        self._advance_departure()
         now = time.monotonic()
         if self._link.is_connected:
             self._connected_s = now
@@ -153,7 +211,9 @@ class Agent:
             case RegisterAgain():
                 self._register()
             case StartWorker():
-                if self._exit_code is None:
+                if self._departure.has_begun:
+                    self._link.send(StartFailed(worker=message.worker, error="the node is leaving", permanent=False))
+                else:
                     self._link.send(self._supervisor.start(message))
             case StopWorker(worker=worker, grace_s=grace_s):
                 self._supervisor.stop(worker, grace_s)
@@ -176,16 +236,32 @@ class Agent:
         self._link.send(register)
 
     def _end(self, exit_code: int, reason: str, grace_s: float) -> None:
-        self._exit_code, self._exit_reason = exit_code, reason
+        self._departure.exit_code, self._departure.reason = exit_code, reason
         self._supervisor.stop_all(grace_s)
 
+    def _advance_departure(self) -> None:
+        """After a first signal the head moves the work away; a second one, or the deadline, ends what is left."""
+        departure, now = self._departure, time.monotonic()
+        if not departure.signals or departure.exit_code is not None:
+            return
+        if departure.leave_by_s is None:
+            departure.leave_by_s = now + (self._settings.drain_s if self._link.is_connected else 0.0)
+            logger.info("leaving: at most %.0f s for open requests", departure.leave_by_s - now)
+            self._link.send(WantsToLeave())
+        if not self._supervisor.running() or now >= departure.leave_by_s or departure.signals > 1:
+            self._end(0, departure.reason, TERM_GRACE_S)
+
+    def _on_signal(self, number: int, _: object) -> None:
+        self._departure.signals += 1
+        self._departure.reason = signal.Signals(number).name
+
     def _catch_signals(self) -> None:
-        """SIGTERM and SIGINT end the agent and its workers; a pipe wakes the loop's wait."""
+        """SIGTERM and SIGINT make the agent leave; a pipe wakes the loop's wait."""
         self._wake_sender.setblocking(False)
         self._wake_receiver.setblocking(False)
         signal.set_wakeup_fd(self._wake_sender.fileno())
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: self._end(0, signal.Signals(number).name, TERM_GRACE_S))
+            signal.signal(number, self._on_signal)
 
 
 def local_agent_command(engines: Sequence[str] = ()) -> AgentCommand:
@@ -195,7 +271,7 @@ def local_agent_command(engines: Sequence[str] = ()) -> AgentCommand:
         engines: "NAME=MODULE:FUNCTION" items beside the known ones.
     """
 
-    def command(ticket: AgentTicket) -> list[str]:
+    def command(ticket: AgentTicket) -> AgentProcess:
         flags = {
             "--head": str(ticket.head),
             "--token-file": str(ticket.token_path),
@@ -204,18 +280,26 @@ def local_agent_command(engines: Sequence[str] = ()) -> AgentCommand:
             "--parent-pid": str(os.getpid()),
         }
         words = [word for pair in flags.items() for word in pair]
-        return [sys.executable, "-m", "launcher.agent", *words, *(w for item in engines for w in ("--engine", item))]
+        words += [word for item in engines for word in ("--engine", item)]
+        # The child finds modules where this process does, and not, as "-m" would, in the directory it happens to be in.
+        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+        environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+        return AgentProcess([sys.executable, "-m", "launcher.agent", *words], environment)
 
     return command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of an agent."""
-    parser.add_argument("--head", required=True, metavar="HOST[:PORT]", help="where the head's control port is")
+    """Flags of an agent, but the head's address and the state directory."""
     parser.add_argument("--token-file", required=True, type=Path, help="the head's join token, copied to this host")
     parser.add_argument("--node-id", default=default_node_id(), help="name of this host in the cluster")
-    parser.add_argument("--state-dir", required=True, type=Path, help="for logs and records of this agent alone")
-    parser.add_argument("--connect-timeout-s", type=float, default=30.0, help="for the first connection")
+    parser.add_argument(
+        "--address",
+        default="",
+        help="of this host, for traffic with the others (default: that of the route to the head)",
+    )
+    parser.add_argument("--connect-timeout-s", type=float, default=600.0, help="s to wait for a head (default: 600)")
+    parser.add_argument("--drain-timeout-s", type=float, default=40.0, help="s for open requests when it is ended")
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help="one more engine")
     parser.add_argument("--parent-pid", type=int, default=0, help=argparse.SUPPRESS)
 
@@ -228,13 +312,16 @@ def run_agent(args: argparse.Namespace) -> int:
         HandshakeRefusedError, UnreachableError: see `Agent.run`.
     """
     check_name("node_id", args.node_id)
+    head = parse_address(args.head, DEFAULT_CONTROL_PORT)
     settings = AgentSettings(
-        head=parse_address(args.head, DEFAULT_CONTROL_PORT),
+        head=head,
+        route=LocalRoute(args.address, interface_of(args.address)) if args.address else route_to(head),
         token=read_token(args.token_file),
         node_id=args.node_id,
         state_dir=args.state_dir.resolve(),
         engines=engine_table(args.engine),
         connect_timeout_s=args.connect_timeout_s,
+        drain_s=args.drain_timeout_s,
     )
     if args.parent_pid:
         die_with_parent(args.parent_pid)
@@ -251,6 +338,8 @@ def run_agent(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `python -m launcher.agent`."""
     parser = argparse.ArgumentParser(prog="sonar-agent", description="joins this host to a head and runs its workers")
+    parser.add_argument("--head", required=True, metavar="HOST[:PORT]", help="where the head's control port is")
+    parser.add_argument("--state-dir", required=True, type=Path, help="for logs and records of this agent alone")
     add_arguments(parser)
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
