@@ -49,11 +49,12 @@ from cluster.messages import (
     WorkerStarted,
 )
 from cluster.records import ReplicaState
+from cluster.rendezvous import Rendezvous
 from cluster.requests import RequestTable
 from cluster.state import ClusterState
 from cluster.status import ClusterStatus, cluster_status
 from cluster.store.contract import Store
-from sonar.messages import Drain, HeadToLead, KVEvents, LeadStats, LeadToHead, Pong, Tokens
+from sonar.messages import Drain, Fault, HeadToLead, KVEvents, LeadStats, LeadToHead, Pong, RankToHead, Tokens
 from sonar.transport import DropReason, PeerId, PeerKind
 from sonar.transport_server import Server
 
@@ -84,6 +85,7 @@ class ControlPlane:
         self.server = server
         self.state = ClusterState(config.timeouts, config.restart, versions, incarnations, config.nodes)
         self.table = RequestTable(MemoryJournal(), self, clock)
+        self.rendezvous = Rendezvous()
         self._store = store
         self._clock = clock
         self._next_table_tick_s = 0.0
@@ -118,6 +120,8 @@ class ControlPlane:
         """Several times a second."""
         self.feed(Tick())
         now = self._clock()
+        for replica_id, incarnation, reply in self.rendezvous.tick(now):
+            self.server.send(PeerId(PeerKind.RANK, f"{replica_id}/{reply.rank}", incarnation), reply.message)
         if now >= self._next_table_tick_s:
             self._next_table_tick_s = now + 1.0
             self.table.tick()
@@ -143,8 +147,10 @@ class ControlPlane:
         """From the transport: any message of any peer."""
         if peer.kind is PeerKind.AGENT:
             self._from_agent(peer, message)
-        else:
+        elif peer.kind is PeerKind.LEAD:
             self._from_lead(peer, message)
+        else:
+            self._from_rank(peer, message)
 
     def _from_agent(self, peer: PeerId, message: AgentToHead) -> None:
         match message:
@@ -181,11 +187,25 @@ class ControlPlane:
             case _:
                 self.feed(LeadSpoke(peer.name, peer.generation, message))
 
+    def _from_rank(self, peer: PeerId, message: RankToHead) -> None:
+        """A rank's own word: a request to its incarnation's store, or its end."""
+        replica_id, _, rank = peer.name.rpartition("/")
+        is_current = message.incarnation == peer.generation and self.state.is_current(replica_id, peer.generation)
+        if not is_current or not rank.isdecimal():
+            self._drop(DropReason.STALE)
+        elif isinstance(message, Fault):
+            self.feed(LeadSpoke(replica_id, peer.generation, message))
+        else:
+            now = self._clock()
+            for reply in self.rendezvous.handle(replica_id, peer.generation, int(rank), message, now):
+                self.server.send(peer._replace(name=f"{replica_id}/{reply.rank}"), reply.message)
+
     def _execute(self, command: Command) -> list[Event]:
         match command:
             case SendToAgent(node_id=node_id, agent_id=agent_id, message=message):
                 self.server.send(PeerId(PeerKind.AGENT, node_id, agent_id), message)
             case RecordIncarnation(replica_id=replica_id, incarnation=incarnation):
+                self.rendezvous.forget(replica_id)
                 self._store.put(INCARNATION_KEY + replica_id, str(incarnation).encode())
             case OpenRoute(replica_id=replica_id, incarnation=incarnation, deployment=deployment, ready=ready):
                 self.table.open_route(replica_id, incarnation, deployment, ready)

@@ -35,7 +35,7 @@ from cluster.status import ClusterStatus
 from cluster.store.sqlite import SqliteStore
 from cluster.versions import installed_versions
 from sonar.errors import ConfigError
-from sonar.messages import LeadToHead
+from sonar.messages import LeadToHead, RankToHead
 from sonar.transport import Address, PeerKind
 from sonar.transport_server import Server
 
@@ -123,7 +123,8 @@ class Head:
                 f"another head uses {config.state_dir}; stop it, or choose another directory", param="state_dir"
             ) from error
         server = Server(
-            load_or_create_token(config.token_path), {PeerKind.AGENT: AgentToHead, PeerKind.LEAD: LeadToHead}
+            load_or_create_token(config.token_path),
+            {PeerKind.AGENT: AgentToHead, PeerKind.LEAD: LeadToHead, PeerKind.RANK: RankToHead},
         )
         opened.callback(server.close)
         control_address = server.bind(config.network.control_host, config.network.control_port)

@@ -298,7 +298,10 @@ class ClusterState:
                 pass
             case Fault(rank=rank, step=step, error=error):
                 reason = f"rank {rank} faulted after step {step}: {error}"
-                end = End(reason, blames_requests=True, grace_s=FAULT_GRACE_S, node_id=node.node_id)
+                faulty = replica.ranks.get(rank, replica.ranks[0]).node_id
+                # The other ranks wait for this one in a collective that nothing but a kill ends.
+                grace_s = FAULT_GRACE_S if len(replica.ranks) == 1 else None
+                end = End(reason, blames_requests=True, grace_s=grace_s, node_id=faulty)
                 self._life.end(replica, end, out, now)
             case Draining():
                 if replica.state is ReplicaState.READY:
