@@ -202,7 +202,7 @@ class LeadStats(_Message, frozen=True, kw_only=True):
 
 
 class Fault(_Message, frozen=True, kw_only=True):
-    """Lead -> head: this incarnation is over; the process exits after sending.
+    """Lead or other rank -> head: this incarnation is over; the process exits after sending.
 
     `traceback` is for the log, never for a client."""
 
@@ -233,6 +233,69 @@ class Pong(_Message, frozen=True, kw_only=True):
 
 
 LeadToHead = LeadHello | LoadProgress | LeadReady | Tokens | KVEvents | LeadStats | Fault | Draining | Drained | Pong
+
+
+# --- rank -> head: rendezvous of the ranks of an incarnation ----------------------------------------------------------
+
+
+class StoreWrite(_Message, frozen=True, kw_only=True):
+    """Rank -> head: sets a key; answered by `StoreReply` with the value that it then has.
+
+    `expected`: set it only if its value is this one (empty: or if there is none); None sets it in any case."""
+
+    incarnation: int
+    number: int
+    key: str
+    value: bytes
+    expected: bytes | None = None
+
+
+class StoreAdd(_Message, frozen=True, kw_only=True):
+    """Rank -> head: adds to the number that a key holds (0 when absent); answered by `StoreReply` with `count`."""
+
+    incarnation: int
+    number: int
+    key: str
+    amount: int
+
+
+class StoreRead(_Message, frozen=True, kw_only=True):
+    """Rank -> head: the values of keys; answered by `StoreReply` once all exist, or after `timeout_s` with those that
+    are `missing`."""
+
+    incarnation: int
+    number: int
+    keys: list[str]
+    timeout_s: float = 0.0
+
+
+class StoreDelete(_Message, frozen=True, kw_only=True):
+    """Rank -> head: forgets a key; answered by `StoreReply`, `count` 1 if there was one."""
+
+    incarnation: int
+    number: int
+    key: str
+
+
+class StoreSize(_Message, frozen=True, kw_only=True):
+    """Rank -> head: how many keys there are; answered by `StoreReply` with `count`."""
+
+    incarnation: int
+    number: int
+
+
+class StoreReply(_Message, frozen=True, kw_only=True):
+    """Head -> rank: answer to the request of that number. `values` is parallel to the keys asked for, unless some are
+    `missing`."""
+
+    number: int
+    values: list[bytes] = []
+    missing: list[str] = []
+    count: int = 0
+
+
+StoreRequest = StoreWrite | StoreAdd | StoreRead | StoreDelete | StoreSize
+RankToHead = StoreWrite | StoreAdd | StoreRead | StoreDelete | StoreSize | Fault
 
 
 # --- lead -> every rank of its replica --------------------------------------------------------------------------------
@@ -289,7 +352,7 @@ class StepBatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     copies: list[tuple[int, int, int]] = []
 
 
-class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Rank -> lead loop: what a step drew, parallel to the requests of `StepBatch` whose `samples` is true.
 
     `logprobs[i]` is empty for requests that did not ask. `prompt_logprobs` maps a slot to the rows of this chunk's
@@ -299,3 +362,12 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     logprobs: list[list[Logprob]] = []
     prompt_logprobs: dict[int, list[list[Logprob]]] = {}
+
+
+class EndOfSteps(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Lead -> every other rank: no further step comes; each ends its process with 0."""
+
+    incarnation: int
+
+
+LeadToRank = StepBatch | EndOfSteps

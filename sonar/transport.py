@@ -106,12 +106,14 @@ class PeerKind(Enum):
 
     AGENT = "agent"
     LEAD = "lead"
+    RANK = "rank"
 
 
 class PeerId(NamedTuple):
     """Name of one process on a link; it is also the connection's ZMQ identity, so it survives a reconnect.
 
-    generation: a lead's incarnation; an agent's number of this start. No later process takes an earlier one's name.
+    name: node id, replica id, or for a rank "<replica id>/<rank>". generation: a lead's or rank's incarnation; an
+    agent's number of this start. No later process takes an earlier one's name.
     """
 
     kind: PeerKind
