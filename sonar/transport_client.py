@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -30,6 +31,7 @@ from sonar.transport_options import FAILED_EVENTS, WATCHED_EVENTS, set_common_op
 
 # One failure can be a head that was just restarting; a second in a row is an answer.
 _REFUSED_AFTER = 2
+_ON_WAIT_S = 0.25
 
 
 class Client:
@@ -72,20 +74,25 @@ class Client:
         """Whether the last news of the connection was good."""
         return self._is_connected
 
-    def connect(self, timeout_s: float) -> None:
+    def connect(self, timeout_s: float, on_wait: Callable[[float], None] | None = None) -> None:
         """Connects and waits until both sides have proved their keys; later breaks are mended by libzmq.
+
+        Args:
+            on_wait: told some four times a second how long it has waited; what it raises ends the wait.
 
         Raises:
             HandshakeRefusedError: the join token is not that head's.
             UnreachableError: no head there within the time.
         """
         self._socket.connect(self.address.endpoint)
-        deadline_s = time.monotonic() + timeout_s
+        began_s = time.monotonic()
         while not self._is_connected and self._failures < _REFUSED_AFTER:
-            left_ms = int((deadline_s - time.monotonic()) * 1000)
-            if left_ms <= 0:
+            waited_s = time.monotonic() - began_s
+            if waited_s >= timeout_s:
                 break
-            if self._monitor.poll(left_ms):
+            if on_wait is not None:
+                on_wait(waited_s)
+            if self._monitor.poll(max(1, int(min(timeout_s - waited_s, _ON_WAIT_S) * 1000))):
                 self._read_monitor()
         if self._is_connected:
             self._reconnected = False
