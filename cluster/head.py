@@ -135,7 +135,7 @@ class Head:
         state, table = self.control.state, self.control.table
         gateway = HeadGateway(table, partial(served_models, state, table, int(time.time())))
         self.services = HeadServices(gateway, HeadMetrics(self.control).registry, self.control.status)
-        self.http = HttpServer(app_factory(self.services), listener)
+        self.http = HttpServer(app_factory(self.services), listener, config.network.tls)
         self.agent = self._make_agent(agent_command) if agent_command else None
 
     def _make_agent(self, command: AgentCommand) -> LocalAgent:
@@ -194,6 +194,9 @@ class Head:
                     self._observer.on_status(status)
             if self._exit_when_failed and not self._stopping.is_set():
                 self._check_start()
+            if self.config.nodes.exit_when_missing and self.control.state.roll_call.failure and not self._result.error:
+                self._result = HeadResult(1, self.control.state.roll_call.failure)
+                self.request_stop()
             await asyncio.sleep(TICK_S)
 
     def _check_start(self) -> None:

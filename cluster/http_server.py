@@ -9,11 +9,13 @@ import asyncio
 import contextlib
 import errno
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
 
+from cluster.config import TlsFiles
 from sonar.errors import ConfigError, SonarError
 from sonar.transport import Address
 
@@ -53,11 +55,30 @@ class _QuietServer(uvicorn.Server):
         yield
 
 
-class HttpServer:
-    """Serves an ASGI application on a listening socket."""
+def _check_tls(tls: TlsFiles) -> None:
+    """Raises `ConfigError` unless the two files belong together, which uvicorn would say in the middle of a start."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.certificate, tls.private_key)
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"certificate {tls.certificate} with private_key {tls.private_key} cannot be used: {error}; give PEM files "
+            "that belong together, the key without a pass phrase",
+            param="certificate",
+        ) from error
 
-    def __init__(self, app: Any, listener: socket.socket) -> None:
+
+class HttpServer:
+    """Serves an ASGI application on a listening socket.
+
+    Raises:
+        ConfigError: the certificate cannot be used.
+    """
+
+    def __init__(self, app: Any, listener: socket.socket, tls: TlsFiles | None = None) -> None:
         config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=5)
+        if tls is not None:
+            _check_tls(tls)
+            config.ssl_certfile, config.ssl_keyfile = str(tls.certificate), str(tls.private_key)
         self._server = _QuietServer(config)
         self._listener = listener
         self._task: asyncio.Task[None] | None = None

@@ -21,6 +21,8 @@ from sonar.errors import SonarError, UserError
 # name -> (module, help). A module is imported only when its command is used: `sonar --help` costs no torch.
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("launcher.cli.serve", "serve a model over HTTP from this machine"),
+    "head": ("launcher.cli.head", "run the head of a cluster of many hosts"),
+    "join": ("launcher.cli.join", "make this host one of a cluster's"),
     "chat": ("launcher.cli.chat", "talk to a served model in the terminal"),
     "bench": ("launcher.cli.bench", "measure: offline, latency, serve"),
     "status": ("launcher.cli.status", "list this user's running servers"),

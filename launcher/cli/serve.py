@@ -9,21 +9,19 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import logging
-import os
 import re
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from launcher.cli.engine_flags import add_engine_flags, engine_config
 from launcher.cli.ports import port_problem
 from launcher.cli.progress import PhaseLine, StartDisplay
-from launcher.cli.state import ServerRecord, StateDir
+from launcher.cli.registration import Registration
+from launcher.cli.state import StateDir
 from sonar.config import EngineConfig
 from sonar.errors import ConfigError
 from sonar.model_source import ModelSource, default_cache_dir, resolve_model
-from sonar.process import read_process
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +157,7 @@ def _serve(
         ),
         timeouts=Timeouts(drain_s=args.drain_timeout),
     )
-    registration = _Registration(state, args.host, model)
+    registration = Registration(state, args.host, model)
     display = StartDisplay(model, has_keys=bool(keys), on_listening=registration.register)
     try:
         result = serve_local(
@@ -174,43 +172,3 @@ def _serve(
     if result.error:
         print(f"error: {result.error}", file=sys.stderr)
     return result.exit_code
-
-
-class _Registration:
-    """This process's record in the state folder, from the moment it listens."""
-
-    def __init__(self, state: StateDir, host: str, model: str) -> None:
-        self._state = state
-        self._host = host
-        self._model = model
-        self._record: ServerRecord | None = None
-
-    def register(self, port: int) -> str:
-        """Writes the record; returns the base address for clients on this machine."""
-        info = read_process(os.getpid())
-        assert info is not None, "no /proc: only Linux is supported"
-        log = self._state.log_file(port)
-        self._record = ServerRecord(
-            pid=info.pid,
-            start_ticks=info.start,
-            started_unix_s=time.time(),
-            host=self._host,
-            port=port,
-            model=self._model,
-            log=str(log) if _writes_to(log) else "",
-        )
-        self._state.write(self._record)
-        return self._record.url
-
-    def remove(self) -> None:
-        """Forgets the server, if it ever listened."""
-        if self._record is not None:
-            self._state.remove(self._record.port, self._record.pid)
-
-
-def _writes_to(log: Path) -> bool:
-    """Whether this process's output goes to that file, as it does when it was started by --detach."""
-    try:
-        return os.path.samestat(os.fstat(sys.stderr.fileno()), log.stat())
-    except OSError:
-        return False

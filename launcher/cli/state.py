@@ -23,6 +23,7 @@ class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
         pid, start_ticks: the process and its start, as `sonar.process` tells it. started_unix_s: the same for people.
         host, port: where its HTTP server listens. model: name it serves.
         log: file its output goes to; empty when it runs in a terminal.
+        control, token_file: of a cluster's head: where agents and operators speak to it, and the token they need.
     """
 
     pid: int
@@ -32,12 +33,16 @@ class ServerRecord(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     model: str
     log: str = ""
+    control: str = ""
+    token_file: str = ""
+    is_https: bool = False
 
     @property
     def url(self) -> str:
         """Base address for a client on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        scheme = "https" if self.is_https else "http"
+        return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
 
     def is_running(self) -> bool:
         """Whether the process still runs; false when its pid now belongs to another one."""
