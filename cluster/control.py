@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, assert_never
+from typing import Any, Protocol, assert_never
+
+import msgspec
 
 from cluster.commands import (
     Announce,
@@ -55,26 +57,42 @@ from cluster.state import ClusterState
 from cluster.status import ClusterStatus, cluster_status
 from cluster.store.contract import Store
 from sonar.messages import Drain, Fault, HeadToLead, KVEvents, LeadStats, LeadToHead, Pong, RankToHead, Tokens
-from sonar.transport import DropReason, PeerId, PeerKind
-from sonar.transport_server import Server
+from sonar.transport import DropReason, PeerId, PeerKind, TransportCounters
+from sonar.transport_server import MessageHandler
 
 logger = logging.getLogger(__name__)
 
 INCARNATION_KEY = "incarnation/"
 
 
+class ControlLink(Protocol):
+    """The links to agents and leads; `sonar.transport_server.Server` is one, bound and not yet open."""
+
+    @property
+    def counters(self) -> TransportCounters:
+        """What it has seen."""
+        ...
+
+    def open(self, handler: MessageHandler) -> None:
+        """Begins to hand messages over."""
+        ...
+
+    def send(self, peer: PeerId, message: msgspec.Struct) -> bool:
+        """False when it could not be sent at all."""
+        ...
+
+
 class ControlPlane:
     """Owner of the cluster's state and of the open requests.
 
     Args:
-        server: bound, not yet open.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
         config: ClusterConfig,
-        server: Server,
+        server: ControlLink,
         store: Store,
         versions: Mapping[str, str],
         clock: Callable[[], float],

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from sonar.config import Device
 
+NODES_NAMED = 16
+
 
 @dataclass(frozen=True)
 class NodeView:
@@ -49,6 +51,8 @@ class _Room:
 
     def __init__(self, nodes: Sequence[NodeView], use_devices: bool, failures: Mapping[str, int]) -> None:
         self.use_devices = use_devices
+        if use_devices:
+            nodes = [node for node in nodes if node.free_devices]
         self.workers = {node.node_id: node.num_workers for node in nodes}
         self.free = {node.node_id: list(node.free_devices) for node in nodes}
         self.failures = failures
@@ -61,8 +65,8 @@ class _Room:
 
     def roomiest(self) -> str | None:
         """The host with most free devices, for a group that fits in none; None when all are full."""
-        node_id = max(self.free, key=lambda n: (len(self.free[n]), n in self.taken))
-        return node_id if self.free[node_id] else None
+        node_id = max(self.free, key=lambda n: (len(self.free[n]), n in self.taken), default=None)
+        return node_id if node_id is not None and self.free[node_id] else None
 
     def _order(self, node_id: str) -> tuple[int, bool, int, int, str]:
         spare = len(self.free[node_id]) if self.use_devices else 0
@@ -96,7 +100,16 @@ def place_replica(
         for rank in range(first, first + tp_size):
             node_id = whole or room.roomiest()
             if node_id is None:
-                free = ", ".join(f"{node.node_id} {len(node.free_devices)}/{node.num_devices}" for node in nodes)
-                return Unplaceable(f"needs {world_size} accelerators; free of all: {free}")
+                return Unplaceable(f"needs {world_size} accelerators; free of all: {_free_text(nodes)}")
             placed.append(RankPlacement(rank, node_id, room.take(node_id)))
     return placed
+
+
+def _free_text(nodes: Sequence[NodeView]) -> str:
+    """What is free where; of many nodes the first ones and a sum."""
+    named = ", ".join(f"{node.node_id} {len(node.free_devices)}/{node.num_devices}" for node in nodes[:NODES_NAMED])
+    rest = nodes[NODES_NAMED:]
+    if not rest:
+        return named
+    free, total = sum(len(node.free_devices) for node in rest), sum(node.num_devices for node in rest)
+    return f"{named} and {free}/{total} on {len(rest)} more"

@@ -39,6 +39,8 @@ class ReplicaState(Enum):
     STOPPED = "stopped"
 
 
+# What an event of another replica or node may end: see `ReplicaRecord.pending`.
+PENDING_STATES = frozenset({ReplicaState.PLACING, ReplicaState.BACKOFF, ReplicaState.STOPPED})
 ALIVE_STATES = frozenset({ReplicaState.STARTING, ReplicaState.LOADING, ReplicaState.READY, ReplicaState.DRAINING})
 
 
@@ -49,7 +51,8 @@ class NodeRecord:
     Attributes:
         agent_id: of the agent's present start. agent_seen_s: its last sign of life; seen_s: the same with its leads'.
         is_drained: an operator wants no work there. is_leaving: its agent ends once its workers have.
-        running: workers reported as running there that belong to present incarnations.
+        assigned: devices of the ranks of present incarnations that were placed there and are not known to have ended.
+        running: of these, the workers reported as running.
         held: devices of workers whose incarnation is over but whose exit was not reported; nothing is placed on them,
             and the agent is told to kill them again at kill_again_s.
     """
@@ -64,6 +67,7 @@ class NodeRecord:
     is_drained: bool = False
     is_leaving: bool = False
     note: str = ""
+    assigned: dict[WorkerRef, tuple[int, ...]] = field(default_factory=dict)
     running: set[WorkerRef] = field(default_factory=set)
     held: dict[WorkerRef, tuple[int, ...]] = field(default_factory=dict)
     kill_again_s: float = 0.0
@@ -120,10 +124,12 @@ class ReplicaRecord:
         since_s: when the state began. news_s: last word of the engine loop.
         note: why it waits, for people. is_routed: an OpenRoute has not been closed. is_wanted: it shall run.
         max_model_len: as the latest incarnation that was ready said; 0 before the first.
+        pending: shared by all records of a cluster; those in PENDING_STATES, so that an event need not look at all.
     """
 
     replica_id: str
     deployment: str
+    pending: dict[str, ReplicaRecord] = field(repr=False, compare=False)
     state: ReplicaState = ReplicaState.PLACING
     incarnation: int = 0
     ranks: dict[int, RankRecord] = field(default_factory=dict)
@@ -145,6 +151,9 @@ class ReplicaRecord:
         away = (ReplicaState.READY, ReplicaState.FAILED, ReplicaState.STOPPED)
         return self.was_ready and self.is_wanted and self.state not in away
 
+    def __post_init__(self) -> None:
+        self.enter(self.state, self.since_s)
+
     def worker(self, rank: int) -> WorkerRef:
         """Name of a rank of the present incarnation."""
         return WorkerRef(replica_id=self.replica_id, incarnation=self.incarnation, rank=rank)
@@ -156,3 +165,7 @@ class ReplicaRecord:
     def enter(self, state: ReplicaState, now: float, due_s: float = math.inf) -> None:
         """Changes the state."""
         self.state, self.since_s, self.due_s = state, now, due_s
+        if state in PENDING_STATES:
+            self.pending[self.replica_id] = self
+        else:
+            self.pending.pop(self.replica_id, None)

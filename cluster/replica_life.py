@@ -50,6 +50,7 @@ class ReplicaLife:
     def __init__(self, nodes: Mapping[str, NodeRecord], timeouts: Timeouts, restart: RestartPolicy) -> None:
         self._nodes = nodes
         self._timeouts = timeouts
+        self._hang_s = timeouts.hang_s
         self._restart = restart
 
     def start(
@@ -63,6 +64,8 @@ class ReplicaLife:
         """PLACING -> STARTING under the incarnation that the record already carries."""
         out.append(RecordIncarnation(replica.replica_id, replica.incarnation))
         replica.ranks = {p.rank: RankRecord(p.node_id, p.devices) for p in placed}
+        for place in placed:
+            self._nodes[place.node_id].assigned[replica.worker(place.rank)] = place.devices
         replica.progress = StartProgress(phase="spawn", changed_s=now)
         replica.ready, replica.note = None, ""
         replica.enter(ReplicaState.STARTING, now, now + self._timeouts.start_s)
@@ -166,6 +169,8 @@ class ReplicaLife:
 
     def tick(self, replica: ReplicaRecord, out: list[Command], now: float) -> None:
         """Deadlines of the present state."""
+        if replica.state is ReplicaState.READY and not replica.failure.count and now - replica.news_s < self._hang_s:
+            return  # nearly all of them, nearly always
         waited_s = now - replica.since_s
         match replica.state:
             case ReplicaState.STARTING if now >= replica.due_s:
@@ -178,7 +183,7 @@ class ReplicaLife:
                     f"no progress for {stalled_s:.0f} s in phase {progress.phase!r} ({progress.done}/{progress.total})"
                 )
                 self.end(replica, End(reason, dump_stacks=True), out, now)
-            case ReplicaState.READY | ReplicaState.DRAINING if now - replica.news_s >= self._timeouts.hang_s:
+            case ReplicaState.READY | ReplicaState.DRAINING if now - replica.news_s >= self._hang_s:
                 reason = f"no sign of life from the engine loop for {now - replica.news_s:.0f} s"
                 self.end(replica, End(reason, blames_requests=True, dump_stacks=True), out, now)
             case ReplicaState.DRAINING if now >= replica.due_s:
@@ -216,7 +221,9 @@ class ReplicaLife:
         record.is_alive = False
         node = self._nodes.get(record.node_id)
         if node is not None:
-            node.running.discard(replica.worker(number))
+            ref = replica.worker(number)
+            node.assigned.pop(ref, None)
+            node.running.discard(ref)
         return record
 
     def _end_ranks(self, replica: ReplicaRecord, end: End, out: list[Command]) -> None:

@@ -78,6 +78,7 @@ class ClusterState:
         self._timeouts = timeouts
         self._versions = dict(versions)
         self._incarnations = dict(incarnations)
+        self._pending: dict[str, ReplicaRecord] = {}
         self._life = ReplicaLife(self.nodes, timeouts, restart)
         self._last_tick_s: float | None = None
 
@@ -100,10 +101,12 @@ class ClusterState:
                 return out
             case LeadSpoke():
                 self._lead_spoke(event, out, now)
-                if isinstance(event.message, LeadStats | LoadProgress):
+                if isinstance(event.message, LeadHello | LeadReady | LeadStats | LoadProgress):
                     return out  # the frequent ones change nothing that has to be settled
             case AgentReported():
                 self._agent_reported(event, out, now)
+                if isinstance(event.report, WorkerStarted):
+                    return out
             case Tick():
                 self._tick(out, now)
             case NodeRegistered():
@@ -156,7 +159,8 @@ class ClusterState:
         if old is not None and old.agent_id != agent_id:
             out.append(SendToAgent(node_id, old.agent_id, Refused(reason="another agent of this node took over")))
         node = NodeRecord(node_id, agent_id, register.hardware, register.versions, now, now)
-        node.is_drained = old is not None and old.is_drained
+        if old is not None:
+            node.is_drained, node.assigned = old.is_drained, old.assigned
         self.nodes[node_id] = node
         out.append(SendToAgent(node_id, agent_id, Registered(heartbeat_interval_s=self._timeouts.heartbeat_interval_s)))
         if old is None or old.state is NodeState.LOST or old.agent_id != agent_id:
@@ -196,13 +200,12 @@ class ClusterState:
             else:
                 node.held[ref] = tuple(item.devices)
                 self._kill_stale(node, ref, out)
-        for replica in self.replicas.values():
+        for replica, numbers in self._assigned(node):
             missing = [
                 number
-                for number, rank in replica.alive_ranks()
-                if rank.node_id == node.node_id
-                and replica.worker(number) not in running
-                and not (is_same_agent and not rank.pid)  # its StartWorker may be on the way
+                for number in numbers
+                if replica.worker(number) not in running
+                and not (is_same_agent and not replica.ranks[number].pid)  # its StartWorker may be on the way
             ]
             if missing:
                 end = End(f"ranks {missing} are not on {node.node_id} any more", is_failure=False)
@@ -259,19 +262,23 @@ class ClusterState:
         node.state, node.note, node.seen_s = NodeState.LOST, reason, now
         node.held.clear()
         out.append(Announce(f"node {node.node_id} is lost: {reason}", is_failure=not self.is_stopping))
-        for replica in self.replicas.values():
-            lost = [number for number, rank in replica.alive_ranks() if rank.node_id == node.node_id]
-            if lost:
-                end = End(f"node {node.node_id}: {reason}", is_failure=False)
-                self._life.ranks_lost(replica, lost, end, out, now)
+        for replica, lost in self._assigned(node):
+            end = End(f"node {node.node_id}: {reason}", is_failure=False)
+            self._life.ranks_lost(replica, lost, end, out, now)
 
     def _vacate(self, node: NodeRecord, out: list[Command], now: float) -> None:
         """What runs on a node that takes no work drains, or ends if it does not serve yet."""
         if node.takes_work:
             return
-        for replica in self.replicas.values():
-            if any(rank.node_id == node.node_id for rank in replica.ranks.values()):
-                self._life.move_away(replica, node.node_id, out, now)
+        for replica, _ in self._assigned(node):
+            self._life.move_away(replica, node.node_id, out, now)
+
+    def _assigned(self, node: NodeRecord) -> list[tuple[ReplicaRecord, list[int]]]:
+        """Replicas with ranks on a node that are not known to have ended, and those ranks."""
+        found: dict[str, list[int]] = {}
+        for ref in node.assigned:
+            found.setdefault(ref.replica_id, []).append(ref.rank)
+        return [(self.replicas[replica_id], numbers) for replica_id, numbers in found.items()]
 
     # --- replicas ---------------------------------------------------------------------------------------------------
 
@@ -318,7 +325,7 @@ class ClusterState:
             replica = self.replicas.get(replica_id)
             if replica is None:
                 last = self._incarnations.get(replica_id, 0)
-                replica = ReplicaRecord(replica_id, deployment, incarnation=last, since_s=now)
+                replica = ReplicaRecord(replica_id, deployment, self._pending, incarnation=last, since_s=now)
                 self.replicas[replica_id] = replica
             replica.is_wanted = True
             if replica.state in (ReplicaState.FAILED, ReplicaState.STOPPED):
@@ -368,9 +375,9 @@ class ClusterState:
         if news := self.roll_call.tick(self.nodes_here, now):
             out.append(Announce(news, is_failure=bool(self.roll_call.failure)))
         waiting: list[ReplicaRecord] = []
-        for replica in list(self.replicas.values()):
+        for replica in list(self._pending.values()):
             if replica.state is ReplicaState.STOPPED:
-                del self.replicas[replica.replica_id]
+                del self.replicas[replica.replica_id], self._pending[replica.replica_id]
             elif replica.state is ReplicaState.BACKOFF and now >= replica.due_s:
                 replica.enter(ReplicaState.PLACING, now)
             if replica.state is ReplicaState.PLACING:
@@ -403,21 +410,15 @@ class ClusterState:
 
     def _views(self, now: float) -> dict[str, NodeView]:
         """Nodes that take work: up, not drained, their agent awake (a lead's word alone does not spawn anything)."""
-        taken: dict[str, list[int]] = {}
-        workers: dict[str, int] = {}
-        for replica in self.replicas.values():
-            for _, rank in replica.alive_ranks():
-                taken.setdefault(rank.node_id, []).extend(rank.devices)
-                workers[rank.node_id] = workers.get(rank.node_id, 0) + 1
         views = {}
         for node in self.nodes.values():
             is_awake = now - node.agent_seen_s < self._timeouts.heartbeat_timeout_s
             if not node.takes_work or not is_awake:
                 continue
-            held = {*taken.get(node.node_id, ()), *(index for devices in node.held.values() for index in devices)}
-            indices = [device.index for device in node.hardware.devices]
-            free = tuple(index for index in indices if index not in held)
-            views[node.node_id] = NodeView(node.node_id, len(indices), free, workers.get(node.node_id, 0))
+            taken = {index for devices in (*node.assigned.values(), *node.held.values()) for index in devices}
+            devices = node.hardware.devices
+            free = tuple(device.index for device in devices if device.index not in taken)
+            views[node.node_id] = NodeView(node.node_id, len(devices), free, len(node.assigned))
         return views
 
 

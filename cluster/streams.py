@@ -48,8 +48,12 @@ class RequestStream:
 
     async def next(self) -> TokenEvent:
         """All that has come since the last call, as one event; waits for a first one. Deadlines are the table's."""
-        while self._waiting is None:
+        while (event := self.take()) is None:
             self._news.clear()
             await self._news.wait()
+        return event
+
+    def take(self) -> TokenEvent | None:
+        """The same without waiting; None when nothing has come."""
         event, self._waiting = self._waiting, None
         return event
