@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "join": ("launcher.cli.join", "make this host one of a cluster's"),
     "chat": ("launcher.cli.chat", "talk to a served model in the terminal"),
     "bench": ("launcher.cli.bench", "measure: offline, latency, serve"),
+    "sim": ("launcher.cli.sim", "simulate a cluster of thousands of hosts under the head's real code"),
     "status": ("launcher.cli.status", "list this user's running servers"),
     "stop": ("launcher.cli.stop", "end a running server"),
     "version": ("launcher.cli.version", "print versions of Sonar, Python and what matters"),
