@@ -36,11 +36,17 @@ void make_units(const AttentionTask& task, int num_requests, std::vector<Attenti
   }
 }
 
+// Runs units in chunks of some, so that a thread knows what it will read next.
 void run_units(const AttentionTask& task, const std::vector<AttentionUnit>& units) {
-  parallel_for(static_cast<int>(units.size()), [&](int i) {
-    const int rows = units[i].num_tokens * (task.num_heads / task.num_kv_heads);
-    const size_t bytes = isa().attention_scratch_floats(task, rows) * sizeof(float);
-    isa().attention_unit(task, units[i], static_cast<float*>(scratch(Scratch::kChunk, bytes)));
+  const int num_units = static_cast<int>(units.size()), step = std::max(1, num_units / (6 * num_threads()));
+  parallel_for((num_units + step - 1) / step, [&](int chunk) {
+    const int end = std::min(num_units, (chunk + 1) * step);
+    for (int i = chunk * step; i < end; ++i) {
+      const int rows = units[i].num_tokens * (task.num_heads / task.num_kv_heads);
+      const size_t bytes = isa().attention_scratch_floats(task, rows) * sizeof(float);
+      const AttentionUnit* next = i + 1 < end ? &units[i + 1] : nullptr;
+      isa().attention_unit(task, units[i], next, static_cast<float*>(scratch(Scratch::kChunk, bytes)));
+    }
   });
 }
 

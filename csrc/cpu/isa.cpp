@@ -43,6 +43,7 @@ IsaKernels SONAR_CONCAT(make_isa_, SONAR_ISA)() {
   IsaKernels k = {};
   k.name = SONAR_STRING(SONAR_ISA);
   k.quantize_row = quantize_row;
+  k.gemm_rows = kGemmRows;
 #define SONAR_QUANTIZED(TYPE)            \
   k.dot_panels[TYPE] = dot_panels<TYPE>; \
   k.float_panels[TYPE] = float_panels<TYPE>

@@ -8,9 +8,10 @@ struct IsaKernels {
   const char* name;
 
   // Matmul, by weight type; null where a type has none. See kernels/dot_panel.h and float_panel.h.
-  void (*quantize_row)(const float* x, int k, int8_t* q, float* meta);
+  void (*quantize_row)(const float* x, const QuantizedRows& out, int row);
+  int gemm_rows;  // of the float kernels' register tile
   void (*dot_panels[kNumWeightTypes])(const PanelTask& task, const QuantizedRows& rows);
-  void (*float_panels[kNumWeightTypes])(const PanelTask& task, const float* x, size_t x_stride);
+  void (*float_panels[kNumWeightTypes])(const PanelTask& task, const FloatRows& rows);
 
   void (*rms_norm_row)(const float* x, const float* weight, float* out, int d, float eps);
   void (*add_rms_norm_row)(const float* x, float* residual, const float* weight, float* out, int d, float eps);
@@ -19,7 +20,8 @@ struct IsaKernels {
   void (*rope_kv_write_token)(const RopeTask& task, int token);
 
   size_t (*attention_scratch_floats)(const AttentionTask& task, int num_rows);
-  void (*attention_unit)(const AttentionTask& task, const AttentionUnit& unit, float* memory);
+  void (*attention_unit)(const AttentionTask& task, const AttentionUnit& unit, const AttentionUnit* next,
+                         float* memory);
   void (*attention_merge)(const AttentionTask& task, const AttentionUnit& unit, float* memory);
 
   int (*argmax_row)(const float* x, int n);

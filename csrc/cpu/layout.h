@@ -105,18 +105,31 @@ constexpr size_t packed_panel_bytes(int type, int k) {
   return meta_bytes_per_panel(type, k) + static_cast<size_t>(k / kBlock) * plane_bytes_per_block(type);
 }
 
-// Rows of activations in 8 bits. A row's blocks of 32 share a scale; sums serve the weights' offsets and minimums.
-//   q + r * q_stride: int8, K of them.
-//   meta + r * meta_stride, with B = K / 32: float scale[B], float scaled_sum[B], int32 negative_sum[B],
-//   float scaled_sum16[2 B], int32 negative_sum16[2 B]: scaled_sum = scale * sum of q, over 32 or 16 columns.
+// Rows of activations in 8 bits, in tiles of up to 16 rows, so that a tile is read in one stream with constant offsets.
+// A row's blocks of 32 share a scale; sums serve the weights' offsets and minimums. For tile t, block b, row r of t:
+//   q[((t B + b) rows + r) 32 + column],  and with i = (t B + b) rows + r:
+//   scale[i], scaled_sum[i] = scale * sum of the block's q, negative_sum[i] = -sum;
+//   the 16 arrays hold the sums of half blocks s = 2 b + half: i = (t 2 B + s) rows + r.
+constexpr int kTileRows = 16;
+
 struct QuantizedRows {
-  const int8_t* q;
-  size_t q_stride;
-  const float* meta;
-  size_t meta_stride;
+  int8_t* q;
+  float* scale;
+  float* scaled_sum;
+  int32_t* negative_sum;
+  float* scaled_sum16;
+  int32_t* negative_sum16;
+  int rows;  // of a tile: 16, or fewer when there are fewer rows in all
+  int num_blocks;
 };
 
-constexpr size_t quantized_meta_floats(int k) { return static_cast<size_t>(k / kBlock) * 7; }
+// Float32 activations the same way: x[(t K + column) rows + r], of tiles as wide as the float kernels' register tile.
+struct FloatRows {
+  const float* x;
+  int rows;
+
+  const float* at(int row, int k) const { return x + static_cast<size_t>(row / rows) * rows * k + row % rows; }
+};
 
 // One panel (or a few neighbours) times some rows: y[r * y_stride + lane] for each panel's lanes.
 struct PanelTask {
@@ -124,14 +137,19 @@ struct PanelTask {
   size_t panel_stride;
   int num_panels;
   int k;
+  int first_row;  // of the activations: the start of a tile
   int num_rows;
-  float* y;  // at the first panel's column
+  float* y;  // at first_row and the first panel's column
   size_t y_stride;
   int num_columns;    // valid columns from there
   const float* bias;  // at the first panel's column, or null
+  bool add;           // y += rather than y =
   void* scratch;      // kPanelScratchBytes, aligned to 64
 };
 
-constexpr size_t kPanelScratchBytes = 72 * 1024;
+// Scratch: running sums [row][panels side by side][16 lanes] first, then the unpacked weights.
+constexpr int kMaxBlockRows = 128;
+constexpr size_t kSumBytes = kMaxBlockRows * 2 * kLanes * sizeof(float);
+constexpr size_t kPanelScratchBytes = kSumBytes + 40 * 1024;
 
 enum ActivationKind : int { kSilu = 0, kGelu = 1, kGeluTanh = 2 };

@@ -14,7 +14,6 @@
 namespace {
 
 constexpr const char* kPlanName = "sonar.LinearPlan";
-constexpr int kMaxParts = 8;
 
 // levels() -> names this machine can run, best first.
 PyObject* levels(PyObject*, PyObject* const*, Py_ssize_t) {
@@ -69,8 +68,7 @@ PyObject* pack(PyObject*, PyObject* const* args, Py_ssize_t count) {
   uint8_t* out = a.pointer<uint8_t>();
   if (!a.ok()) return nullptr;
   if (stored_row_bytes(type, k) == 0) return PyErr_Format(PyExc_ValueError, "pack: type %d, k %d", type, k);
-  const WithoutGil released(true);
-  pack_matrix(type, rows, row_bytes, n, k, out);
+  without_gil(true, [&] { pack_matrix(type, rows, row_bytes, n, k, out); });
   return a.none();
 }
 
@@ -102,18 +100,24 @@ PyObject* linear_plan(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return PyCapsule_New(new LinearPlan(plan), kPlanName, free_plan);
 }
 
-// linear(plan, x, x_stride, num_rows, y, y_stride)
+// linear(plan, x, x_stride, num_rows, y, y_stride, norm, eps, activation, add): see LinearExtras; 0, 0.0, -1, 0 for
+// none.
 PyObject* run_linear(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  Arguments a("linear", args, count, 6);
+  Arguments a("linear", args, count, 10);
   const LinearPlan* plan = a.capsule<LinearPlan>(kPlanName);
   const float* x = a.pointer<const float>();
   const int64_t x_stride = a.big();
   const int num_rows = a.integer();
   float* y = a.pointer<float>();
   const int64_t y_stride = a.big();
+  LinearExtras extras;
+  extras.norm = a.pointer<const float>();
+  extras.eps = a.real();
+  extras.activation = a.integer();
+  extras.add = a.integer() != 0;
   if (!a.ok()) return nullptr;
-  const WithoutGil released(static_cast<int64_t>(num_rows + 4) * plan->n * plan->k > kLongCall);
-  linear(*plan, x, x_stride, num_rows, y, y_stride);
+  without_gil(static_cast<int64_t>(num_rows + 4) * plan->n * plan->k > kLongCall,
+              [&] { linear(*plan, x, x_stride, num_rows, y, y_stride, extras); });
   return a.none();
 }
 
@@ -191,8 +195,8 @@ PyObject* run_activation(PyObject*, PyObject* const* args, Py_ssize_t count) {
   float* out = a.pointer<float>();
   const int num_rows = a.integer(), n = a.integer();
   if (!a.ok()) return nullptr;
-  const WithoutGil released(static_cast<int64_t>(num_rows) * n * 64 > kLongCall);
-  activation(kind, x, x_stride, up, out, num_rows, n);
+  without_gil(static_cast<int64_t>(num_rows) * n * 64 > kLongCall,
+              [&] { activation(kind, x, x_stride, up, out, n, num_rows, n); });
   return a.none();
 }
 
@@ -208,14 +212,13 @@ void read_cache(Arguments& a, Task& task) {
   task.block_size = a.integer();
 }
 
-// rope_kv_write(qkv, qkv_stride, num_tokens, positions, cos_sin, rotary_dim, q_norm, k_norm, norm_eps,
-//               cache x 7, slot_mapping, q_out, num_heads, num_kv_heads, head_dim)
-PyObject* run_rope_kv_write(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  Arguments a("rope_kv_write", args, count, 21);
+// qkv, qkv_stride, num_tokens, positions, cos_sin, rotary_dim, q_norm, k_norm, norm_eps, cache x 7, slot_mapping,
+// num_heads, num_kv_heads, head_dim.
+RopeTask read_rope(Arguments& a, int& num_tokens) {
   RopeTask task;
   task.qkv = a.pointer<const float>();
   task.qkv_stride = a.big();
-  const int num_tokens = a.integer();
+  num_tokens = a.integer();
   task.positions = a.pointer<const int64_t>();
   task.cos_sin = a.pointer<const float>();
   task.rotary_dim = a.integer();
@@ -224,42 +227,87 @@ PyObject* run_rope_kv_write(PyObject*, PyObject* const* args, Py_ssize_t count) 
   task.norm_eps = a.real();
   read_cache(a, task);
   task.slot_mapping = a.pointer<const int64_t>();
-  task.q_out = a.pointer<float>();
   task.num_heads = a.integer();
   task.num_kv_heads = a.integer();
   task.head_dim = a.integer();
+  return task;
+}
+
+// block_table, block_table_stride, query_start, seq_lens, num_requests, sinks, out, scale, window, softcap.
+void read_requests(Arguments& a, AttentionTask& task, int& num_requests) {
+  task.block_table = a.pointer<const int32_t>();
+  task.block_table_stride = a.big();
+  task.query_start = a.pointer<const int32_t>();
+  task.seq_lens = a.pointer<const int32_t>();
+  num_requests = a.integer();
+  task.sinks = a.pointer<const float>();
+  task.out = a.pointer<float>();
+  task.scale = a.real();
+  task.window = a.integer();
+  task.softcap = a.real();
+}
+
+bool is_long(const AttentionTask& task, int num_requests) {
+  int64_t pairs = 0;
+  for (int r = 0; r < num_requests; ++r) {
+    pairs += static_cast<int64_t>(task.query_start[r + 1] - task.query_start[r]) * task.seq_lens[r];
+  }
+  return pairs * task.num_heads * task.head_dim * 8 > kLongCall;
+}
+
+// rope_kv_write(as read_rope, q_out)
+PyObject* run_rope_kv_write(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a("rope_kv_write", args, count, 21);
+  int num_tokens;
+  RopeTask task = read_rope(a, num_tokens);
+  task.q_out = a.pointer<float>();
   if (!a.ok()) return nullptr;
   rope_kv_write(task, num_tokens);
   return a.none();
 }
 
-// attention(q, cache x 7, block_table, block_table_stride, query_start, seq_lens, num_requests, sinks, out,
-//           num_heads, num_kv_heads, head_dim, scale, window, softcap)
+// attention(q, cache x 7, num_heads, num_kv_heads, head_dim, as read_requests)
 PyObject* run_attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Arguments a("attention", args, count, 21);
   AttentionTask task;
+  int num_requests;
   task.q = a.pointer<const float>();
   read_cache(a, task);
-  task.block_table = a.pointer<const int32_t>();
-  task.block_table_stride = a.big();
-  task.query_start = a.pointer<const int32_t>();
-  task.seq_lens = a.pointer<const int32_t>();
-  const int num_requests = a.integer();
-  task.sinks = a.pointer<const float>();
-  task.out = a.pointer<float>();
   task.num_heads = a.integer();
   task.num_kv_heads = a.integer();
   task.head_dim = a.integer();
-  task.scale = a.real();
-  task.window = a.integer();
-  task.softcap = a.real();
+  read_requests(a, task, num_requests);
   if (!a.ok()) return nullptr;
-  int64_t pairs = 0;
-  for (int r = 0; r < num_requests; ++r) {
-    pairs += static_cast<int64_t>(task.query_start[r + 1] - task.query_start[r]) * task.seq_lens[r];
-  }
-  const WithoutGil released(pairs * task.num_heads * task.head_dim * 8 > kLongCall);
-  attention(task, num_requests);
+  without_gil(is_long(task, num_requests), [&] { attention(task, num_requests); });
+  return a.none();
+}
+
+// rope_attention(as read_rope, as read_requests): rope_kv_write and attention; the rotated queries stay in scratch
+// memory.
+PyObject* run_rope_attention(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  Arguments a("rope_attention", args, count, 30);
+  int num_tokens, num_requests;
+  RopeTask rope = read_rope(a, num_tokens);
+  AttentionTask task;
+  task.cache = rope.cache;
+  task.cache_type = rope.cache_type;
+  task.stride_block = rope.stride_block;
+  task.stride_kv = rope.stride_kv;
+  task.stride_head = rope.stride_head;
+  task.stride_slot = rope.stride_slot;
+  task.block_size = rope.block_size;
+  task.num_heads = rope.num_heads;
+  task.num_kv_heads = rope.num_kv_heads;
+  task.head_dim = rope.head_dim;
+  read_requests(a, task, num_requests);
+  if (!a.ok()) return nullptr;
+  const size_t floats = static_cast<size_t>(num_tokens) * task.num_heads * task.head_dim;
+  rope.q_out = static_cast<float*>(scratch(Scratch::kOutput, floats * sizeof(float)));
+  task.q = rope.q_out;
+  without_gil(is_long(task, num_requests), [&] {
+    rope_kv_write(rope, num_tokens);
+    attention(task, num_requests);
+  });
   return a.none();
 }
 
@@ -280,8 +328,8 @@ PyObject* run_sample(PyObject*, PyObject* const* args, Py_ssize_t count) {
   task.keys = a.pointer<const int64_t>();
   task.out = a.pointer<int64_t>();
   if (!a.ok()) return nullptr;
-  const WithoutGil released(static_cast<int64_t>(num_rows) * task.vocab * (task.all_greedy ? 16 : 400) > kLongCall);
-  sample(task, num_rows);
+  without_gil(static_cast<int64_t>(num_rows) * task.vocab * (task.all_greedy ? 16 : 400) > kLongCall,
+              [&] { sample(task, num_rows); });
   return a.none();
 }
 
@@ -291,10 +339,9 @@ PyObject* arithmetic_ceiling(PyObject*, PyObject* const* args, Py_ssize_t count)
   Arguments a("ceiling", args, count, 1);
   const int64_t rounds = a.big();
   if (!a.ok()) return nullptr;
-  const WithoutGil released(true);
   constexpr int kPieces = 64;
   double done[kPieces];
-  parallel_for(kPieces, [&](int i) { done[i] = (isa().*KERNEL)(rounds / kPieces); });
+  without_gil(true, [&] { parallel_for(kPieces, [&](int i) { done[i] = (isa().*KERNEL)(rounds / kPieces); }); });
   double sum = 0.0;
   for (double piece : done) sum += piece;
   return a.number(sum);
@@ -306,10 +353,13 @@ PyObject* run_read_ceiling(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const char* data = a.pointer<const char>();
   const int64_t bytes = a.big();
   if (!a.ok()) return nullptr;
-  const WithoutGil released(true);
   constexpr int64_t kPiece = 1 << 20;
-  volatile uint64_t keep = 0;
-  parallel_for(static_cast<int>(bytes / kPiece), [&](int i) { keep = isa().read_ceiling(data + i * kPiece, kPiece); });
+  without_gil(true, [&] {
+    parallel_for(static_cast<int>(bytes / kPiece), [&](int i) {
+      const volatile uint64_t keep = isa().read_ceiling(data + i * kPiece, kPiece);
+      static_cast<void>(keep);
+    });
+  });
   return a.none();
 }
 
@@ -332,6 +382,7 @@ PyMethodDef methods[] = {
     SONAR_METHOD("activation", run_activation),
     SONAR_METHOD("rope_kv_write", run_rope_kv_write),
     SONAR_METHOD("attention", run_attention),
+    SONAR_METHOD("rope_attention", run_rope_attention),
     SONAR_METHOD("sample", run_sample),
     SONAR_METHOD("float_ceiling", arithmetic_ceiling<&IsaKernels::float_ceiling>),
     SONAR_METHOD("dot_ceiling", arithmetic_ceiling<&IsaKernels::dot_ceiling>),

@@ -50,16 +50,10 @@ class Arguments {
   bool failed_ = false;
 };
 
-// Lets other Python threads run while it lives.
-class WithoutGil {
- public:
-  explicit WithoutGil(bool wanted) : state_(wanted ? PyEval_SaveThread() : nullptr) {}
-  ~WithoutGil() {
-    if (state_) PyEval_RestoreThread(state_);
-  }
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
-
- private:
-  void* state_;
-};
+// Runs body, and lets other Python threads run meanwhile if `is_long`. Nothing of Python may be touched in it.
+template <class Body>
+void without_gil(bool is_long, const Body& body) {
+  void* const state = is_long ? PyEval_SaveThread() : nullptr;
+  body();
+  if (state) PyEval_RestoreThread(state);
+}

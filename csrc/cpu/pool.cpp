@@ -194,7 +194,7 @@ void parallel_for(int chunks, void (*fn)(void* context, int chunk), void* contex
 }
 
 void* scratch(Scratch purpose, size_t bytes) {
-  thread_local Buffer buffers[2];
+  thread_local Buffer buffers[kNumScratch];
   Buffer& buffer = buffers[static_cast<int>(purpose)];
   if (buffer.bytes < bytes) {
     std::free(buffer.data);

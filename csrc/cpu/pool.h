@@ -24,7 +24,8 @@ void parallel_for(int chunks, Body&& body) {
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 
-// This thread's scratch memory of a purpose, aligned to 64 bytes, kept and grown. Two purposes, since a caller's own
-// buffer must outlive the work its thread does on chunks.
-enum class Scratch { kCall, kChunk };
+// This thread's scratch memory of a purpose, aligned to a page, kept and grown. Purposes are apart since a caller's own
+// buffers must outlive the work its thread does on chunks.
+enum class Scratch { kCall, kOutput, kChunk };
+constexpr int kNumScratch = 3;
 void* scratch(Scratch purpose, size_t bytes);

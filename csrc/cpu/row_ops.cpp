@@ -40,10 +40,11 @@ void layer_norm(const float* x, int64_t x_stride, const float* weight, const flo
            [&](int row) { kernel(x + row * x_stride, weight, bias, out + static_cast<int64_t>(row) * d, d, eps); });
 }
 
-void activation(int kind, const float* x, int64_t x_stride, const float* up, float* out, int num_rows, int n) {
+void activation(int kind, const float* x, int64_t x_stride, const float* up, float* out, int64_t out_stride,
+                int num_rows, int n) {
   const auto kernel = isa().activation_row;
   for_rows(num_rows, 4 * static_cast<int64_t>(n), [&](int row) {
-    kernel(kind, x + row * x_stride, up ? up + row * x_stride : nullptr, out + static_cast<int64_t>(row) * n, n);
+    kernel(kind, x + row * x_stride, up ? up + row * x_stride : nullptr, out + row * out_stride, n);
   });
 }
 

@@ -12,7 +12,8 @@ void add_rms_norm(const float* x, int64_t x_stride, float* residual, int64_t res
 void layer_norm(const float* x, int64_t x_stride, const float* weight, const float* bias, float* out, int num_rows,
                 int d, float eps);
 // out = f(x) * up, or f(x) where up is null.
-void activation(int kind, const float* x, int64_t x_stride, const float* up, float* out, int num_rows, int n);
+void activation(int kind, const float* x, int64_t x_stride, const float* up, float* out, int64_t out_stride,
+                int num_rows, int n);
 void rope_kv_write(const RopeTask& task, int num_tokens);
 
 // Causal attention of num_requests requests; see kernels/attention.h.

@@ -17,7 +17,19 @@ def num_threads() -> int: ...
 def packed_bytes(type: int, n: int, k: int, /) -> int: ...
 def pack(type: int, rows: int, row_bytes: int, n: int, k: int, out: int, /) -> None: ...
 def linear_plan(k: int, /, *type_int8_n_packed_bias: int) -> LinearPlan: ...
-def linear(plan: LinearPlan, x: int, x_stride: int, num_rows: int, y: int, y_stride: int, /) -> None: ...
+def linear(
+    plan: LinearPlan,
+    x: int,
+    x_stride: int,
+    num_rows: int,
+    y: int,
+    y_stride: int,
+    norm: int,
+    eps: float,
+    activation: int,
+    add: int,
+    /,
+) -> None: ...
 def embedding(type: int, rows: int, row_bytes: int, n: int, k: int, ids: int, num_ids: int, out: int, /) -> None: ...
 def rms_norm(x: int, x_stride: int, weight: int, out: int, num_rows: int, d: int, eps: float, /) -> None: ...
 def add_rms_norm(
@@ -36,54 +48,13 @@ def layer_norm(
     x: int, x_stride: int, weight: int, bias: int, out: int, num_rows: int, d: int, eps: float, /
 ) -> None: ...
 def activation(kind: int, x: int, x_stride: int, up: int, out: int, num_rows: int, n: int, /) -> None: ...
-def rope_kv_write(
-    qkv: int,
-    qkv_stride: int,
-    num_tokens: int,
-    positions: int,
-    cos_sin: int,
-    rotary_dim: int,
-    q_norm: int,
-    k_norm: int,
-    norm_eps: float,
-    cache: int,
-    cache_type: int,
-    stride_block: int,
-    stride_kv: int,
-    stride_head: int,
-    stride_slot: int,
-    block_size: int,
-    slot_mapping: int,
-    q_out: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    /,
-) -> None: ...
-def attention(
-    q: int,
-    cache: int,
-    cache_type: int,
-    stride_block: int,
-    stride_kv: int,
-    stride_head: int,
-    stride_slot: int,
-    block_size: int,
-    block_table: int,
-    block_table_stride: int,
-    query_start: int,
-    seq_lens: int,
-    num_requests: int,
-    sinks: int,
-    out: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    /,
-) -> None: ...
+
+# rope: qkv, its stride, num_tokens, positions, cos_sin, rotary_dim, q_norm, k_norm, norm_eps, cache x 7, slot_mapping,
+#   num_heads, num_kv_heads, head_dim.
+# requests: block_table, its stride, query_start, seq_lens, num_requests, sinks, out, scale, window, softcap.
+def rope_kv_write(*rope_and_q_out: float) -> None: ...
+def attention(*q_and_cache_and_heads_and_requests: float) -> None: ...
+def rope_attention(*rope_and_requests: float) -> None: ...
 def sample(
     logits: int,
     stride: int,

@@ -7,10 +7,9 @@ Called by `sonar.ops.registry`.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
+from sonar.config import ActivationMode
 from sonar.ops.registry import OpsUnavailable
 from sonar.ops.table import OpTable
 
@@ -26,9 +25,7 @@ from sonar.ops.cpu_rows import activation, add_rms_norm, gated_activation, layer
 from sonar.ops.cpu_sample import sample
 
 
-def build(
-    device: torch.device, dtype: torch.dtype, activations: Literal["auto", "float32", "int8"] = "auto"
-) -> OpTable:
+def build(device: torch.device, dtype: torch.dtype, activations: ActivationMode = "auto") -> OpTable:
     """The ops of this machine's best instruction set, on as many threads as torch may use when this is called.
 
     Args:

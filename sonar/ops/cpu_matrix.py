@@ -15,9 +15,9 @@ from torch import Tensor
 from sonar.errors import ModelError
 from sonar.ops import _cpu
 from sonar.ops.cpu_arena import Arena
-from sonar.ops.cpu_rows import as_float32
+from sonar.ops.cpu_rows import ACTIVATION_KINDS, as_float32
 from sonar.ops.reference_matrix import dequantize_rows
-from sonar.ops.table import EmbeddingFn, GGUFMatrix, LinearFn, Matrix, PlainMatrix
+from sonar.ops.table import Activation, EmbeddingFn, GGUFMatrix, Matrix, PlainMatrix
 
 _PLAIN_TYPES = {
     torch.float32: GGMLQuantizationType.F32,
@@ -35,7 +35,7 @@ class MatrixOps:
         self._is_int8 = is_int8
         self._arena = Arena()
 
-    def linear(self, parts: Sequence[Matrix], bias_N: Tensor | None) -> LinearFn:
+    def linear(self, parts: Sequence[Matrix], bias_N: Tensor | None) -> CpuLinear:
         """See `sonar.ops.table.LinearFactory`.
 
         Raises:
@@ -53,7 +53,7 @@ class MatrixOps:
             arguments += [int(kind), int(is_int8), part.shape[0], packed.data_ptr(), bias_address]
             kept.append(packed)
             first += part.shape[0]
-        return _Linear(_cpu.linear_plan(num_in, *arguments), num_out, self._dtype, tuple(kept))
+        return CpuLinear(_cpu.linear_plan(num_in, *arguments), num_out, self._dtype, tuple(kept))
 
     def embedding(self, table: Matrix) -> EmbeddingFn:
         """See `sonar.ops.table.EmbeddingFactory`. Rows are read where they are stored. Raises as `linear`."""
@@ -79,8 +79,11 @@ class MatrixOps:
         return packed
 
 
-class _Linear:
-    """A `LinearFn`. Owns the plan, and with it the weights and the bias, which the plan only points to."""
+class CpuLinear:
+    """A `LinearFn`, and the fused forms of `FusedOps`: bits are those of the single ops.
+
+    Owns the plan, and with it the weights and the bias, which the plan only points to.
+    """
 
     def __init__(
         self, plan: _cpu.LinearPlan, num_out: int, dtype: torch.dtype, kept: tuple[Tensor | None, ...]
@@ -92,10 +95,31 @@ class _Linear:
         self._kept = kept
 
     def __call__(self, x_TK: Tensor) -> Tensor:
-        x = as_float32(x_TK)
+        return self._into_new(as_float32(x_TK), self._num_out, 0, 0.0, -1)
+
+    def norm(self, x_TK: Tensor, weight_K: Tensor, eps: float) -> Tensor:
+        """linear(rms_norm(x))."""
+        weight = as_float32(weight_K)
+        return self._into_new(as_float32(x_TK), self._num_out, weight.data_ptr(), eps, -1)
+
+    def norm_gated(self, x_TK: Tensor, weight_K: Tensor, eps: float, activation: Activation) -> Tensor:
+        """gated_activation(linear(rms_norm(x))), (T, N / 2)."""
+        weight, kind = as_float32(weight_K), ACTIVATION_KINDS[activation]
+        return self._into_new(as_float32(x_TK), self._num_out // 2, weight.data_ptr(), eps, kind)
+
+    def add_to(self, x_TK: Tensor, residual_TN: Tensor) -> None:
+        """residual += linear(x), in place."""
+        if residual_TN.dtype is not torch.float32 or not residual_TN.is_contiguous():
+            residual_TN.add_(self(x_TK))
+            return
+        x, num_out = as_float32(x_TK), self._num_out
         num_rows, num_in = x.shape
-        y_TN = torch.empty((num_rows, self._num_out))
-        _cpu.linear(self._plan, x.data_ptr(), num_in, num_rows, y_TN.data_ptr(), self._num_out)
+        _cpu.linear(self._plan, x.data_ptr(), num_in, num_rows, residual_TN.data_ptr(), num_out, 0, 0.0, -1, 1)
+
+    def _into_new(self, x: Tensor, num_out: int, norm: int, eps: float, activation: int) -> Tensor:
+        num_rows, num_in = x.shape
+        y_TN = torch.empty((num_rows, num_out))
+        _cpu.linear(self._plan, x.data_ptr(), num_in, num_rows, y_TN.data_ptr(), num_out, norm, eps, activation, 0)
         return y_TN if self._is_float32 else y_TN.to(self._dtype)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from sonar.ops import _cpu
 from sonar.ops.table import Activation
 
-_KINDS = {Activation.SILU: 0, Activation.GELU: 1, Activation.GELU_TANH: 2}
+ACTIVATION_KINDS = {Activation.SILU: 0, Activation.GELU: 1, Activation.GELU_TANH: 2}
 
 
 def as_float32(x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def gated_activation(gate_up_TF2: Tensor, activation: Activation) -> Tensor:
     num_rows, both = x.shape
     out = torch.empty((num_rows, both // 2))
     gate = x.data_ptr()
-    _cpu.activation(_KINDS[activation], gate, both, gate + 2 * both, out.data_ptr(), num_rows, both // 2)
+    _cpu.activation(ACTIVATION_KINDS[activation], gate, both, gate + 2 * both, out.data_ptr(), num_rows, both // 2)
     return out if gate_up_TF2.dtype is torch.float32 else out.to(gate_up_TF2.dtype)
 
 
@@ -67,5 +67,5 @@ def activation(x_TF: Tensor, activation: Activation) -> Tensor:
     """See `sonar.ops.table.ActivationFn`."""
     x = as_float32(x_TF)
     out, size = torch.empty_like(x), x.shape[-1]
-    _cpu.activation(_KINDS[activation], x.data_ptr(), size, 0, out.data_ptr(), x.numel() // size, size)
+    _cpu.activation(ACTIVATION_KINDS[activation], x.data_ptr(), size, 0, out.data_ptr(), x.numel() // size, size)
     return out if x_TF.dtype is torch.float32 else out.to(x_TF.dtype)

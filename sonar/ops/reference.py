@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from sonar.config import ActivationMode
+from sonar.errors import ConfigError
 from sonar.ops.reference_activation import activation, gated_activation
 from sonar.ops.reference_attention import paged_attention, rope_kv_write
 from sonar.ops.reference_matrix import MatrixOps
@@ -16,8 +18,17 @@ from sonar.ops.reference_sample import sample
 from sonar.ops.table import OpTable
 
 
-def build(device: torch.device, dtype: torch.dtype) -> OpTable:
-    """The ops that compute in `dtype` on `device`."""
+def build(device: torch.device, dtype: torch.dtype, activations: ActivationMode = "auto") -> OpTable:
+    """The ops that compute in `dtype` on `device`.
+
+    Raises:
+        ConfigError: 8-bit activations, which need kernels of their own.
+    """
+    if activations == "int8":
+        raise ConfigError(
+            f"activations='int8' has no kernels on {device} here; use 'float32', or build the CPU kernels",
+            param="activations",
+        )
     matrices = MatrixOps(device, dtype)
     return OpTable(
         name="reference",

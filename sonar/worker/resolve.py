@@ -7,13 +7,13 @@ and activations take is known. Decisions are functions of facts (`Machine`), so 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
 
-from sonar.config import Device, DType, EngineConfig, ModelConfig
+from sonar.config import ActivationMode, Device, DType, EngineConfig, ModelConfig
 from sonar.errors import ConfigError
 from sonar.kvcache.groups import CacheGroup
 from sonar.kvcache.plan import longest_that_fits, plan_blocks
@@ -38,6 +38,30 @@ class Machine:
     host_bytes: int
     cuda_capability: tuple[int, int] | None = None
     cuda_bytes: int = 0
+
+    def shared_by(self, num_ranks: int) -> Machine:
+        """What one of so many ranks of this host may use; each has an accelerator of its own."""
+        return replace(
+            self, num_cpus=max(1, self.num_cpus // num_ranks), host_bytes=self.host_bytes // max(1, num_ranks)
+        )
+
+
+class CacheNeeds(NamedTuple):
+    """What decides how many blocks there are.
+
+    Attributes:
+        budget: bytes for all blocks. token_bytes: of one token's keys and values in one layer.
+        num_layers: of each cache group.
+    """
+
+    budget: int
+    token_bytes: int
+    num_layers: tuple[int, ...]
+
+
+def as_they_are(needs: CacheNeeds) -> CacheNeeds:
+    """A rank that has no others to agree with."""
+    return needs
 
 
 class SettingRow(NamedTuple):
@@ -77,20 +101,18 @@ def resolve_config(config: EngineConfig, model: ModelConfig, machine: Machine) -
     Raises:
         ConfigError: the device is not there, or a setting this version cannot serve.
     """
-    parallel = config.parallel
-    for name, size in (("tp_size", parallel.tp_size), ("pp_size", parallel.pp_size)):
-        if size != 1:
-            raise ConfigError(f"{name}={size}; parallel ranks are not supported yet, leave it at 1", param=name)
     device, device_reason = _resolve_device(config.device, machine)
     dtype, dtype_reason = _resolve_dtype(config.dtype, device, model, machine)
     cache_dtype = dtype if config.cache.dtype == "auto" else config.cache.dtype
     threads = config.threads or machine.num_cpus
+    activations, activations_reason = _resolve_activations(config.activations, device)
     max_model_len, length_reason = _resolve_length(config.scheduler.max_model_len, model)
     resolved = replace(
         config,
         device=device,
         dtype=dtype,
         threads=threads,
+        activations=activations,
         cache=replace(config.cache, dtype=cache_dtype),
         scheduler=replace(config.scheduler, max_model_len=max_model_len),
     )
@@ -99,6 +121,7 @@ def resolve_config(config: EngineConfig, model: ModelConfig, machine: Machine) -
         SettingRow("dtype", dtype, dtype_reason),
         SettingRow("cache dtype", cache_dtype, "as dtype" if config.cache.dtype == "auto" else "as given"),
         SettingRow("threads", str(threads), "as given" if config.threads else "CPUs this process may use"),
+        SettingRow("activations", activations, activations_reason),
         SettingRow("max_model_len", str(max_model_len), length_reason),
     )
     return Resolved(resolved, rows)
@@ -112,6 +135,7 @@ def resolve_cache(
     machine: Machine,
     *,
     is_length_given: bool,
+    agree: Callable[[CacheNeeds], CacheNeeds] = as_they_are,
 ) -> tuple[Resolved, tuple[int, ...]]:
     """Settles the cache's memory, and with it how long a request may be.
 
@@ -120,6 +144,7 @@ def resolve_cache(
         token_bytes: of one token's keys and values in one layer.
         use: measured. machine: as it was before the weights were loaded.
         is_length_given: the user set max_model_len. If not, it is lowered to what the cache holds.
+        agree: makes of each rank's needs those that all ranks plan by, for they hold the same blocks.
 
     Returns:
         the configuration and the blocks of each group.
@@ -131,7 +156,9 @@ def resolve_cache(
     budget, reason = cache.memory_bytes, "as given"
     if not budget:
         budget, reason = _memory_budget(config, use, machine)
-    sizes = (budget, groups, token_bytes, cache.block_size, limits.max_model_len, limits.max_step_tokens)
+    agreed = agree(CacheNeeds(budget, token_bytes, tuple(len(group.layers) for group in groups)))
+    planned = [replace(group, layers=tuple(range(count))) for group, count in zip(groups, agreed.num_layers)]
+    sizes = (agreed.budget, planned, agreed.token_bytes, cache.block_size, limits.max_model_len, limits.max_step_tokens)
     rows = []
     if not is_length_given:
         fits = longest_that_fits(*sizes)
@@ -139,7 +166,7 @@ def resolve_cache(
             limits = replace(limits, max_model_len=fits)
             rows.append(SettingRow("max_model_len", str(fits), "the longest request that the KV cache holds"))
     num_blocks = plan_blocks(
-        budget, groups, token_bytes, cache.block_size, limits.max_model_len, limits.max_step_tokens
+        agreed.budget, planned, agreed.token_bytes, cache.block_size, limits.max_model_len, limits.max_step_tokens
     )
     layers = [len(group.layers) for group in groups]
     taken = sum(count * of * token_bytes * cache.block_size for count, of in zip(num_blocks, layers))
@@ -171,6 +198,14 @@ def _resolve_dtype(asked: DType, device: Device, model: ModelConfig, machine: Ma
     if can_bf16:
         return "bfloat16", f"the checkpoint is {model.quantization or model.dtype}"
     return "float16", f"the device's compute capability {capability[0]}.{capability[1]} has no bf16"
+
+
+def _resolve_activations(asked: ActivationMode, device: Device) -> tuple[ActivationMode, str]:
+    if asked != "auto":
+        return asked, "as given"
+    if device != "cpu":
+        return asked, "a setting of the CPU's kernels"
+    return "float32", "exact; int8 is faster"
 
 
 def _resolve_length(asked: int, model: ModelConfig) -> tuple[int, str]:

@@ -79,3 +79,35 @@ SIMD void block_scales(const uint8_t* meta, int b, F scale[2], F addend[2]) {
     }
   }
 }
+
+// Asks for the lines of a block that will be unpacked after the current chunk: with sums and loads taking turns, the
+// hardware's own prefetching leaves memory idle half of the time (measured: 10 against 33 GB/s a core).
+template <int TYPE>
+SIMD void prefetch_block(const uint8_t* meta, const uint8_t* planes, int b) {
+  constexpr int blocks_per_super = type_info(TYPE).super_block / kBlock;
+  const uint8_t* line = planes + static_cast<size_t>(b) * plane_bytes_per_block(TYPE);
+  for (int at = 0; at < plane_bytes_per_block(TYPE); at += 64) __builtin_prefetch(line + at);
+  if (b % blocks_per_super == 0) {
+    const uint8_t* super = meta + static_cast<size_t>(b / blocks_per_super) * meta_bytes_per_super_block(TYPE);
+    for (int at = 0; at < meta_bytes_per_super_block(TYPE); at += 64) __builtin_prefetch(super + at);
+  }
+}
+
+SIMD float* running_sums(const PanelTask& task) { return static_cast<float*>(task.scratch); }
+SIMD void* unpacked_weights(const PanelTask& task) { return static_cast<char*>(task.scratch) + kSumBytes; }
+
+// Sums of `count` rows and of `panels` side by side to y, with the bias.
+SIMD void finish_rows(const PanelTask& task, int panel, int panels, int row, int count, const float* sums) {
+  for (int p = 0; p < panels; ++p) {
+    const int column = (panel + p) * kLanes, left = task.num_columns - column;
+    const int n = left < kLanes ? left : kLanes;
+    const F bias = task.bias ? load_first(task.bias + column, n) : zero();
+    for (int r = 0; r < count; ++r) {
+      float* y = task.y + (row + r) * task.y_stride + column;
+      F sum = load(sums + (r * panels + p) * kLanes);
+      if (task.bias) sum = add(sum, bias);
+      if (task.add) sum = add(load_first(y, n), sum);
+      store_first(y, sum, n);
+    }
+  }
+}

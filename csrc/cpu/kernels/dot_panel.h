@@ -10,21 +10,37 @@
 
 constexpr int kDotChunk = 1024;  // columns unpacked at a time: 16 KiB of bytes, at most 8 KiB of scales
 
+// A part of a panel's columns, and where its meta and planes lie.
+struct PackedChunk {
+  const uint8_t* meta;
+  const uint8_t* planes;
+  int begin;  // blocks
+  int end;
+};
+
+template <int TYPE>
+SIMD PackedChunk packed_chunk(const PanelTask& task, int panel, int begin) {
+  const uint8_t* meta = task.panels + panel * task.panel_stride;
+  const int total = task.k / kBlock, end = begin + kDotChunk / kBlock;
+  return {meta, meta + meta_bytes_per_panel(TYPE, task.k), begin, end < total ? end : total};
+}
+
 // Four bytes a lane become exact small integers; the tile needs them unsigned or signed as kSignedBytes says.
 template <int TYPE>
-SIMD void unpack_for_dot(const uint8_t* meta, const uint8_t* planes, int begin, int end, uint8_t* bytes, float* scale,
+SIMD void unpack_for_dot(const PackedChunk& chunk, const PackedChunk& next, uint8_t* bytes, float* scale,
                          float* addend) {
   constexpr TypeInfo info = type_info(TYPE);
   constexpr int sub_per_block = kBlock / info.sub_block;
-  for (int b = begin; b < end; ++b) {
+  for (int b = chunk.begin; b < chunk.end; ++b) {
+    prefetch_block<TYPE>(next.meta, next.planes, next.begin + b - chunk.begin);
     I w[8];
-    block_quants<TYPE>(planes, b, w);
+    block_quants<TYPE>(chunk.planes, b, w);
     for (int g = 0; g < 8; ++g) {
       if constexpr (info.bits == 8 && !kSignedBytes) w[g] = bit_xor(w[g], iset1(static_cast<int32_t>(0x80808080u)));
       istore(bytes + 64 * g, w[g]);
     }
     F scales[2], addends[2];
-    block_scales<TYPE>(meta, b, scales, addends);
+    block_scales<TYPE>(chunk.meta, b, scales, addends);
     for (int i = 0; i < sub_per_block; ++i) {
       store(scale + kLanes * i, scales[i]);
       if constexpr (info.has_min) store(addend + kLanes * i, addends[i]);
@@ -42,7 +58,6 @@ struct DotChunk {
   const float* addend;
   int first_block;
   int num_blocks;
-  int total_blocks;
 };
 
 template <int TYPE, int R>
@@ -50,18 +65,18 @@ static void dot_tile(const DotChunk& chunk, const QuantizedRows& rows, int row, 
   constexpr TypeInfo info = type_info(TYPE);
   constexpr int groups = info.sub_block / 4, sub_per_block = kBlock / info.sub_block;
   constexpr bool is_signed = info.bits == 8 && kSignedBytes;
-  const int8_t* q = rows.q + row * rows.q_stride + chunk.first_block * kBlock;
-  const float* meta = rows.meta + row * rows.meta_stride;
-  const size_t sums_at = sub_per_block == 1 ? chunk.total_blocks : 3 * static_cast<size_t>(chunk.total_blocks);
-  const float* x_scale = meta + chunk.first_block;
-  const float* x_sum = meta + sums_at + chunk.first_block * sub_per_block;
-  const int32_t* x_negative_sum =
-      reinterpret_cast<const int32_t*>(x_sum + static_cast<size_t>(chunk.total_blocks) * sub_per_block);
+  const size_t tile_rows = rows.rows, in_tile = row % rows.rows, tile = row / rows.rows * tile_rows * rows.num_blocks;
+  const size_t block_at = tile + chunk.first_block * tile_rows + in_tile;
+  const size_t sub_at = (tile + chunk.first_block * tile_rows) * sub_per_block + in_tile;
+  const int num_sub = chunk.num_blocks * sub_per_block;
   for (int slice = 0; slice < kSlices; ++slice) {
+    const int8_t* q = rows.q + block_at * kBlock;
+    const float* x_scale = rows.scale + block_at;
+    const float* x_sum = (sub_per_block == 1 ? rows.scaled_sum : rows.scaled_sum16) + sub_at;
+    const int32_t* x_negative_sum = (sub_per_block == 1 ? rows.negative_sum : rows.negative_sum16) + sub_at;
     SliceF acc[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) acc[r] = slice_load(acc_in_out + r * kLanes + slice * kSliceLanes);
-    const int num_sub = chunk.num_blocks * sub_per_block;
     for (int s = 0; s < num_sub; ++s) {
       SliceI w[groups];
       for (int g = 0; g < groups; ++g)
@@ -73,13 +88,17 @@ static void dot_tile(const DotChunk& chunk, const QuantizedRows& rows, int row, 
       for (int r = 0; r < R; ++r) {
         SliceI start = slice_iset1(0);
         if constexpr (!info.has_min && !is_signed) {
-          start = slice_shift_left<info.offset_bits>(slice_iset1(x_negative_sum[r * rows.meta_stride + s]));
+          start = slice_shift_left<info.offset_bits>(slice_iset1(x_negative_sum[r]));
         }
-        const SliceI dot = slice_dot<info.bits, groups>(start, w, q + r * rows.q_stride + s * info.sub_block);
-        const SliceF both = slice_mul(w_scale, slice_set1(x_scale[r * rows.meta_stride + s / sub_per_block]));
-        acc[r] = slice_fma(slice_to_float(dot), both, acc[r]);
-        if constexpr (info.has_min) acc[r] = slice_fma(w_addend, slice_set1(x_sum[r * rows.meta_stride + s]), acc[r]);
+        const SliceI dot = slice_dot<info.bits, groups>(start, w, q + r * kBlock);
+        acc[r] = slice_fma(slice_to_float(dot), slice_mul(w_scale, slice_set1(x_scale[r])), acc[r]);
+        if constexpr (info.has_min) acc[r] = slice_fma(w_addend, slice_set1(x_sum[r]), acc[r]);
       }
+      const bool block_ends = sub_per_block == 1 || s % 2 == 1;
+      q += block_ends ? tile_rows * kBlock - (sub_per_block - 1) * info.sub_block : info.sub_block;
+      x_scale += block_ends ? tile_rows : 0;
+      x_sum += tile_rows;
+      x_negative_sum += tile_rows;
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) slice_store(acc_in_out + r * kLanes + slice * kSliceLanes, acc[r]);
@@ -87,73 +106,66 @@ static void dot_tile(const DotChunk& chunk, const QuantizedRows& rows, int row, 
 }
 
 template <int TYPE, int R>
-static void dot_rows(const DotChunk& chunk, const QuantizedRows& rows, int row, const PanelTask& task, int panel,
-                     bool is_first, bool is_last) {
-  alignas(64) float acc[R * kLanes];
-  const int columns = task.num_columns - panel * kLanes < kLanes ? task.num_columns - panel * kLanes : kLanes;
-  float* y = task.y + panel * kLanes + row * task.y_stride;
-  for (int r = 0; r < R; ++r) store(acc + r * kLanes, is_first ? zero() : load_first(y + r * task.y_stride, columns));
-  dot_tile<TYPE, R>(chunk, rows, row, acc);
-  const F bias = is_last && task.bias ? load_first(task.bias + panel * kLanes, columns) : zero();
-  for (int r = 0; r < R; ++r) {
-    F sum = load(acc + r * kLanes);
-    if (is_last && task.bias) sum = add(sum, bias);
-    store_first(y + r * task.y_stride, sum, columns);
+static void dot_rows(const DotChunk& chunk, const QuantizedRows& rows, int row, const PanelTask& task, int panel) {
+  float* sums = running_sums(task) + row * kLanes;
+  if (chunk.first_block == 0)
+    for (int r = 0; r < R; ++r) store(sums + r * kLanes, zero());
+  dot_tile<TYPE, R>(chunk, rows, task.first_row + row, sums);
+  if ((chunk.first_block + chunk.num_blocks) * kBlock == task.k) finish_rows(task, panel, 1, row, R, sums);
+}
+
+template <int TYPE>
+static void dot_all_rows(const DotChunk& chunk, const QuantizedRows& rows, const PanelTask& task, int panel) {
+  int row = 0;
+  for (; row + kDotRows <= task.num_rows; row += kDotRows) {
+    dot_rows<TYPE, kDotRows>(chunk, rows, row, task, panel);
   }
+  if constexpr (kDotRows > 8) {
+    if (row + 8 <= task.num_rows) dot_rows<TYPE, 8>(chunk, rows, row, task, panel), row += 8;
+  }
+  if constexpr (kDotRows > 4) {
+    if (row + 4 <= task.num_rows) dot_rows<TYPE, 4>(chunk, rows, row, task, panel), row += 4;
+  }
+  if (row + 2 <= task.num_rows) dot_rows<TYPE, 2>(chunk, rows, row, task, panel), row += 2;
+  if (row < task.num_rows) dot_rows<TYPE, 1>(chunk, rows, row, task, panel);
 }
 
 template <int TYPE>
 static void dot_panels(const PanelTask& task, const QuantizedRows& rows) {
   constexpr int sub_per_block = kBlock / type_info(TYPE).sub_block;
-  uint8_t* bytes = static_cast<uint8_t*>(task.scratch);
+  uint8_t* bytes = static_cast<uint8_t*>(unpacked_weights(task));
   float* scale = reinterpret_cast<float*>(bytes + kDotChunk * kLanes);
   float* addend = scale + kDotChunk / kBlock * sub_per_block * kLanes;
-  const int total_blocks = task.k / kBlock;
-  for (int p = 0; p < task.num_panels; ++p) {
-    const uint8_t* panel = task.panels + p * task.panel_stride;
-    const uint8_t* planes = panel + meta_bytes_per_panel(TYPE, task.k);
-    for (int begin = 0; begin < total_blocks; begin += kDotChunk / kBlock) {
-      const int end = begin + kDotChunk / kBlock < total_blocks ? begin + kDotChunk / kBlock : total_blocks;
-      unpack_for_dot<TYPE>(panel, planes, begin, end, bytes, scale, addend);
-      const DotChunk chunk = {bytes, scale, addend, begin, end - begin, total_blocks};
-      const bool first = begin == 0, last = end == total_blocks;
-      int row = 0;
-      for (; row + kDotRows <= task.num_rows; row += kDotRows) {
-        dot_rows<TYPE, kDotRows>(chunk, rows, row, task, p, first, last);
-      }
-      if constexpr (kDotRows > 8) {
-        if (row + 8 <= task.num_rows) dot_rows<TYPE, 8>(chunk, rows, row, task, p, first, last), row += 8;
-      }
-      if constexpr (kDotRows > 4) {
-        if (row + 4 <= task.num_rows) dot_rows<TYPE, 4>(chunk, rows, row, task, p, first, last), row += 4;
-      }
-      if (row + 2 <= task.num_rows) dot_rows<TYPE, 2>(chunk, rows, row, task, p, first, last), row += 2;
-      if (row < task.num_rows) dot_rows<TYPE, 1>(chunk, rows, row, task, p, first, last);
-    }
+  PackedChunk chunk = packed_chunk<TYPE>(task, 0, 0);
+  for (int panel = 0; panel < task.num_panels;) {
+    const bool is_last = chunk.end * kBlock == task.k;
+    const PackedChunk next = packed_chunk<TYPE>(task, panel + is_last, is_last ? 0 : chunk.end);
+    unpack_for_dot<TYPE>(chunk, next, bytes, scale, addend);
+    dot_all_rows<TYPE>({bytes, scale, addend, chunk.begin, chunk.end - chunk.begin}, rows, task, panel);
+    panel += is_last;
+    chunk = next;
   }
 }
 
 // A row of floats to 8 bits: each block of 32 by its largest magnitude / 127, rounded to nearest (ties to even).
-static void quantize_row(const float* x, int k, int8_t* q, float* meta) {
-  const int num_blocks = k / kBlock;
-  float* scaled_sum = meta + num_blocks;
-  int32_t* negative_sum = reinterpret_cast<int32_t*>(scaled_sum + num_blocks);
-  float* scaled_sum16 = scaled_sum + 2 * num_blocks;
-  int32_t* negative_sum16 = reinterpret_cast<int32_t*>(scaled_sum16 + 2 * num_blocks);
-  for (int b = 0; b < num_blocks; ++b) {
+static void quantize_row(const float* x, const QuantizedRows& out, int row) {
+  const int rows = out.rows, tile = row / rows * rows * out.num_blocks, in_tile = row % rows;
+  for (int b = 0; b < out.num_blocks; ++b) {
     const F x0 = load(x + b * kBlock), x1 = load(x + b * kBlock + kLanes);
     const float largest = reduce_max(max(abs(x0), abs(x1)));
     const float scale = largest / 127.0f, inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
     const I q0 = round_to_int(mul(x0, set1(inverse))), q1 = round_to_int(mul(x1, set1(inverse)));
-    store_low_s8(q + b * kBlock, q0);
-    store_low_s8(q + b * kBlock + kLanes, q1);
     const int32_t sum0 = reduce_add(q0), sum1 = reduce_add(q1);
-    meta[b] = scale;
-    scaled_sum[b] = scale * static_cast<float>(sum0 + sum1);
-    negative_sum[b] = -(sum0 + sum1);
-    scaled_sum16[2 * b] = scale * static_cast<float>(sum0);
-    scaled_sum16[2 * b + 1] = scale * static_cast<float>(sum1);
-    negative_sum16[2 * b] = -sum0;
-    negative_sum16[2 * b + 1] = -sum1;
+    const size_t at = tile + static_cast<size_t>(b) * rows + in_tile;
+    const size_t half0 = 2 * tile + static_cast<size_t>(2 * b) * rows + in_tile, half1 = half0 + rows;
+    store_low_s8(out.q + at * kBlock, q0);
+    store_low_s8(out.q + at * kBlock + kLanes, q1);
+    out.scale[at] = scale;
+    out.scaled_sum[at] = scale * static_cast<float>(sum0 + sum1);
+    out.negative_sum[at] = -(sum0 + sum1);
+    out.scaled_sum16[half0] = scale * static_cast<float>(sum0);
+    out.scaled_sum16[half1] = scale * static_cast<float>(sum1);
+    out.negative_sum16[half0] = -sum0;
+    out.negative_sum16[half1] = -sum1;
   }
 }

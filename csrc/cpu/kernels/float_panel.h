@@ -7,27 +7,41 @@
 
 #include "blocks.h"
 
-// Columns [begin, end) of one panel as float32 [column][16]. For quantized types both are multiples of 32.
+// A leftover panel goes in steps of 4 rows, which must not straddle tiles.
+static_assert(kGemmRows % 4 == 0 || kGemmPanels == 1);
+
+// Columns [begin, end) of one panel: multiples of 32 for quantized types.
+struct PanelColumns {
+  const uint8_t* panel;
+  int begin;
+  int end;
+};
+
+// Widens them to float32 [column][16], and asks for the lines of what will be widened next (see prefetch_block).
 template <int TYPE>
-SIMD void unpack_for_float(const uint8_t* panel, int k, int begin, int end, float* out) {
+SIMD void unpack_for_float(const PanelColumns& now, const PanelColumns& next, int k, float* out) {
   constexpr TypeInfo info = type_info(TYPE);
   if constexpr (is_plain(TYPE)) {
-    for (int i = begin; i < end; ++i) {
-      if constexpr (TYPE == kF32) store(out, load(reinterpret_cast<const float*>(panel) + i * kLanes));
-      if constexpr (TYPE == kF16) store(out, load_f16(reinterpret_cast<const uint16_t*>(panel) + i * kLanes));
-      if constexpr (TYPE == kBF16) {
-        store(out, as_float(shift_left(load_u16(reinterpret_cast<const uint16_t*>(panel) + i * kLanes), 16)));
-      }
-      out += kLanes;
+    constexpr int column_bytes = kLanes * info.bits / 8;
+    const uint8_t *from = now.panel + static_cast<size_t>(now.begin) * column_bytes,
+                  *ahead = next.panel + static_cast<size_t>(next.begin) * column_bytes;
+    for (int i = 0; i < now.end - now.begin; ++i) {
+      __builtin_prefetch(ahead + i * column_bytes);
+      const uint16_t* halves = reinterpret_cast<const uint16_t*>(from + i * column_bytes);
+      if constexpr (TYPE == kF32) store(out + i * kLanes, load(reinterpret_cast<const float*>(halves)));
+      if constexpr (TYPE == kF16) store(out + i * kLanes, load_f16(halves));
+      if constexpr (TYPE == kBF16) store(out + i * kLanes, as_float(shift_left(load_u16(halves), 16)));
     }
   } else {
-    const uint8_t* planes = panel + meta_bytes_per_panel(TYPE, k);
+    const uint8_t *planes = now.panel + meta_bytes_per_panel(TYPE, k),
+                  *ahead = next.panel + meta_bytes_per_panel(TYPE, k);
     constexpr int groups_per_scale = info.sub_block / 4;
-    for (int b = begin / kBlock; b < end / kBlock; ++b) {
+    for (int b = now.begin / kBlock; b < now.end / kBlock; ++b) {
+      prefetch_block<TYPE>(next.panel, ahead, (next.begin - now.begin) / kBlock + b);
       I w[8];
       block_quants<TYPE>(planes, b, w);
       F scales[2], addends[2];
-      block_scales<TYPE>(panel, b, scales, addends);
+      block_scales<TYPE>(now.panel, b, scales, addends);
       for (int g = 0; g < 8; ++g) {
         if constexpr (info.bits == 8) w[g] = bit_xor(w[g], iset1(static_cast<int32_t>(0x80808080u)));
         const F scale = scales[g / groups_per_scale], addend = addends[g / groups_per_scale];
@@ -49,7 +63,7 @@ SIMD void unpack_for_float(const uint8_t* panel, int k, int begin, int end, floa
 
 // R rows times P unpacked panels over a chunk of columns; sums start from, and go back to, acc[r][p][16].
 template <int R, int P>
-static void float_tile(const float* x, size_t x_stride, const float* w, size_t w_stride, int columns, float* acc) {
+static void float_tile(const float* x, int tile_rows, const float* w, size_t w_stride, int columns, float* acc) {
   F sum[R][P];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
@@ -61,7 +75,7 @@ static void float_tile(const float* x, size_t x_stride, const float* w, size_t w
     for (int p = 0; p < P; ++p) column[p] = load(w + p * w_stride + i * kLanes);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const F value = set1(x[r * x_stride + i]);
+      const F value = set1(x[i * tile_rows + r]);
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) sum[r][p] = fma(value, column[p], sum[r][p]);
     }
@@ -82,74 +96,60 @@ struct FloatChunk {
 };
 
 template <int R, int P>
-static void float_rows(const FloatChunk& chunk, const PanelTask& task, int panel, const float* x, size_t x_stride,
-                       int row) {
-  alignas(64) float acc[R * P * kLanes];
-  float* y = task.y + panel * kLanes + row * task.y_stride;
-  for (int r = 0; r < R; ++r) {
-    for (int p = 0; p < P; ++p) {
-      const int columns = task.num_columns - (panel + p) * kLanes;
-      store(acc + (r * P + p) * kLanes,
-            chunk.is_first ? zero()
-                           : load_first(y + r * task.y_stride + p * kLanes, columns < kLanes ? columns : kLanes));
-    }
-  }
-  float_tile<R, P>(x + row * x_stride + chunk.begin, x_stride, chunk.w, chunk.w_stride, chunk.columns, acc);
-  for (int r = 0; r < R; ++r) {
-    for (int p = 0; p < P; ++p) {
-      int columns = task.num_columns - (panel + p) * kLanes;
-      columns = columns < kLanes ? columns : kLanes;
-      F sum = load(acc + (r * P + p) * kLanes);
-      if (chunk.is_last && task.bias) sum = add(sum, load_first(task.bias + (panel + p) * kLanes, columns));
-      store_first(y + r * task.y_stride + p * kLanes, sum, columns);
-    }
-  }
+static void float_rows(const FloatChunk& chunk, const PanelTask& task, int panel, const FloatRows& rows, int row) {
+  float* sums = running_sums(task) + row * P * kLanes;
+  if (chunk.is_first)
+    for (int i = 0; i < R * P; ++i) store(sums + i * kLanes, zero());
+  const float* x = rows.at(task.first_row + row, task.k) + chunk.begin * rows.rows;
+  float_tile<R, P>(x, rows.rows, chunk.w, chunk.w_stride, chunk.columns, sums);
+  if (chunk.is_last) finish_rows(task, panel, P, row, R, sums);
 }
 
 template <int P>
-static void float_all_rows(const FloatChunk& chunk, const PanelTask& task, int panel, const float* x, size_t x_stride) {
+static void float_all_rows(const FloatChunk& chunk, const PanelTask& task, int panel, const FloatRows& rows) {
   int row = 0;
   if constexpr (P == kGemmPanels) {
     for (; row + kGemmRows <= task.num_rows; row += kGemmRows) {
-      float_rows<kGemmRows, P>(chunk, task, panel, x, x_stride, row);
+      float_rows<kGemmRows, P>(chunk, task, panel, rows, row);
     }
   }
-  for (; row + 4 <= task.num_rows; row += 4) float_rows<4, P>(chunk, task, panel, x, x_stride, row);
-  if (row + 2 <= task.num_rows) float_rows<2, P>(chunk, task, panel, x, x_stride, row), row += 2;
-  if (row < task.num_rows) float_rows<1, P>(chunk, task, panel, x, x_stride, row);
+  for (; row + 4 <= task.num_rows; row += 4) float_rows<4, P>(chunk, task, panel, rows, row);
+  if (row + 2 <= task.num_rows) float_rows<2, P>(chunk, task, panel, rows, row), row += 2;
+  if (row < task.num_rows) float_rows<1, P>(chunk, task, panel, rows, row);
 }
 
 // Panels in groups of P over chunks of columns; what is left of a group goes one by one.
 template <int TYPE, int P>
-static void float_panel_groups(const PanelTask& task, const float* x, size_t x_stride, int chunk_columns) {
-  float* w = static_cast<float*>(task.scratch);
+static void float_panel_groups(const PanelTask& task, const FloatRows& rows, int chunk_columns) {
+  float* w = static_cast<float*>(unpacked_weights(task));
   const size_t w_stride = static_cast<size_t>(chunk_columns) * kLanes;
-  int panel = 0;
-  while (panel < task.num_panels) {
+  const auto columns = [&](int panel, int begin) __attribute__((always_inline)) {
+    const int end = begin + chunk_columns < task.k ? begin + chunk_columns : task.k;
+    return PanelColumns{task.panels + panel * task.panel_stride, begin, end};
+  };
+  for (int panel = 0, begin = 0; panel < task.num_panels;) {
     const bool whole = panel + P <= task.num_panels;
     const int count = whole ? P : 1;
-    for (int begin = 0; begin < task.k; begin += chunk_columns) {
-      const int end = begin + chunk_columns < task.k ? begin + chunk_columns : task.k;
-      for (int p = 0; p < count; ++p) {
-        unpack_for_float<TYPE>(task.panels + (panel + p) * task.panel_stride, task.k, begin, end, w + p * w_stride);
-      }
-      const FloatChunk chunk = {w, w_stride, begin, end - begin, begin == 0, end == task.k};
-      if (whole) {
-        float_all_rows<P>(chunk, task, panel, x, x_stride);
-      } else {
-        float_all_rows<1>(chunk, task, panel, x, x_stride);
-      }
+    PanelColumns now = columns(panel, begin);
+    const bool is_last = now.end == task.k;
+    for (int p = 0; p < count; ++p) {
+      now = columns(panel + p, begin);
+      const PanelColumns next = is_last ? columns(panel + p + count, 0) : columns(panel + p, now.end);
+      unpack_for_float<TYPE>(now, next, task.k, w + p * w_stride);
     }
-    panel += count;
+    const FloatChunk chunk = {w, w_stride, begin, now.end - begin, begin == 0, is_last};
+    whole ? float_all_rows<P>(chunk, task, panel, rows) : float_all_rows<1>(chunk, task, panel, rows);
+    panel += is_last ? count : 0;
+    begin = is_last ? 0 : now.end;
   }
 }
 
 template <int TYPE>
-static void float_panels(const PanelTask& task, const float* x, size_t x_stride) {
+static void float_panels(const PanelTask& task, const FloatRows& rows) {
   if (task.num_rows <= 4) {
     // Few rows: more panels side by side, so that enough independent sums hide the latency of one chain.
-    float_panel_groups<TYPE, 4>(task, x, x_stride, 64);
+    float_panel_groups<TYPE, 4>(task, rows, 64);
   } else {
-    float_panel_groups<TYPE, kGemmPanels>(task, x, x_stride, 256);
+    float_panel_groups<TYPE, kGemmPanels>(task, rows, 256);
   }
 }
