@@ -94,8 +94,14 @@ EXAMPLES = {
     "openai_client.py": [sys.executable, "examples/openai_client.py", "{url}"],
     "offline.py": [sys.executable, "examples/offline.py"],
     "streaming_curl.sh": ["examples/streaming_curl.sh", "{url}"],
+    "survive_a_crash.sh": ["examples/survive_a_crash.sh", "{port}"],
 }
-EXPECTED = {"openai_client.py": "completion_tokens=", "offline.py": "->", "streaming_curl.sh": "data: [DONE]"}
+EXPECTED = {
+    "openai_client.py": "completion_tokens=",
+    "offline.py": "->",
+    "streaming_curl.sh": "data: [DONE]",
+    "survive_a_crash.sh": "the same text, token for token",
+}
 
 
 def test_every_example_is_run_here() -> None:
@@ -104,6 +110,7 @@ def test_every_example_is_run_here() -> None:
 
 @pytest.mark.parametrize("name", list(EXAMPLES))
 def test_the_example_works(name: str, demo_server: DemoServer) -> None:
-    done = run_like_a_reader([part.replace("{url}", demo_server.url) for part in EXAMPLES[name]], demo_server)
+    command = [part.format(url=demo_server.url, port=demo_server.port) for part in EXAMPLES[name]]
+    done = run_like_a_reader(command, demo_server)
     assert done.returncode == 0, done.stderr[-2000:]
     assert EXPECTED[name] in done.stdout
