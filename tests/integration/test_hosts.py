@@ -1,0 +1,269 @@
+"""Many hosts: joins in any order, streams that outlive hosts, and every bad host named with its remedy."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from cluster.security import load_or_create_token
+from tests.integration.hosts import (
+    COMMAND,
+    DEADLINE_S,
+    ROOT,
+    SONAR,
+    Host,
+    Network,
+    Running,
+    Stream,
+    in_namespace,
+    running_network,
+)
+from tests.tiny import write_tiny_folder
+
+TOKENS = 480
+
+
+def cluster_toml(model: str, token: Path, *, replicas: int = 1, more: str = "", nodes: str = "") -> str:
+    """A head that serves one tiny model from other hosts."""
+    return f"""
+{more}
+[security]
+token_file = "{token}"
+[nodes]
+head_runs_workers = false
+{nodes}
+[[deployment]]
+name = "tiny"
+model = "{model}"
+replicas = {replicas}
+[deployment.engine]
+device = "cpu"
+threads = 1
+[deployment.cache]
+memory_bytes = "8MiB"
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_folder("llama", tmp_path_factory.mktemp("model") / "tiny"))
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    with running_network(tmp_path, "s") as network:
+        yield network
+
+
+@dataclass
+class Cluster:
+    """A head and three nodes, each node with one replica."""
+
+    head: Host
+    head_process: Running
+    nodes: dict[str, Host]
+    token: Path
+    agents: dict[str, Running] = field(default_factory=dict)
+    url: str = "http://127.0.0.1:2242"
+
+    def join(self, name: str) -> None:
+        self.agents[name] = self.nodes[name].join("10.1.0.1", self.token)
+
+    def get(self, path: str) -> httpx.Response:
+        ask = lambda: httpx.get(self.url + path, timeout=DEADLINE_S, trust_env=False)  # noqa: E731
+        return in_namespace(self.head.namespace, ask)
+
+    def num_ready(self) -> int:
+        """Replicas that take requests."""
+        lines = self.get("/metrics").text.splitlines()
+        return sum(line.startswith("sonar_replica_blocks_total{") for line in lines)
+
+    def num_migrations(self) -> float:
+        """Attempts that broke off and were begun again."""
+        lines = self.get("/metrics").text.splitlines()
+        return float(next(line for line in lines if line.startswith("sonar_migrations_total ")).split()[1])
+
+    def wait_for_replicas(self, count: int) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while self.num_ready() != count:
+            assert time.monotonic() < deadline, self.head_process.text()
+            time.sleep(0.1)
+
+    def streams(self, count: int = 6) -> list[Stream]:
+        return [Stream(self.head, self.url, f"stream {number}", TOKENS) for number in range(count)]
+
+
+@pytest.fixture(scope="module")
+def cluster(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Agents come in any order, some before the head."""
+    folder = tmp_path_factory.mktemp("hosts")
+    with running_network(folder, "m") as network:
+        head = network.host("head", "10.1.0.1/24")
+        nodes = {f"node-{n}": network.host(f"node-{n}", f"10.1.0.{n + 1}/24") for n in range(1, 4)}
+        token = folder / "join.token"
+        load_or_create_token(token)
+        order = random.sample(sorted(nodes), 3)
+        print("order", order)
+        agents = {order[0]: nodes[order[0]].join("10.1.0.1", token)}
+        process = head.head(cluster_toml(model, token, replicas=3, nodes="min = 3"))
+        for name in order[1:]:
+            agents[name] = nodes[name].join("10.1.0.1:2243", token)
+        cluster = Cluster(head, process, nodes, token, agents)
+        process.wait_for("Ready after")
+        yield cluster
+        print(process.text())
+        assert process.end() == 0
+
+
+@pytest.fixture(scope="module")
+def unbroken(cluster: Cluster) -> list[str]:
+    """What the streams are when nothing happens."""
+    return [stream.end() for stream in cluster.streams()]
+
+
+def check(streams: list[Stream], unbroken: list[str]) -> None:
+    assert [stream.end() for stream in streams] == unbroken
+    assert {stream.num_tokens for stream in streams} == {TOKENS}
+
+
+def workers(agent: Running) -> list[psutil.Process]:
+    return [p for p in psutil.Process(agent.pid).children(recursive=True) if "spawn_main" in " ".join(p.cmdline())]
+
+
+def test_each_node_has_a_replica_and_says_its_address(cluster: Cluster, unbroken: list[str]) -> None:
+    assert re.search(r"Ready after .* 3 replicas on node-1, node-2, node-3", cluster.head_process.text())
+    for number, (_, agent) in enumerate(sorted(cluster.agents.items()), 1):
+        assert f"by 10.1.0.{number + 1} on eth0" in agent.text()
+        assert len(workers(agent)) == 1
+    assert len(set(unbroken)) == len(unbroken)
+
+
+def test_sigkill_of_a_lead_is_a_pause(cluster: Cluster, unbroken: list[str]) -> None:
+    streams = cluster.streams()
+    for stream in streams:
+        stream.has_begun()
+    before = cluster.num_migrations()
+    workers(cluster.agents["node-2"])[0].kill()
+    check(streams, unbroken)
+    assert cluster.num_migrations() > before
+    assert "SIGKILL" in cluster.head_process.text()
+    cluster.wait_for_replicas(3)
+
+
+def test_sigkill_of_an_agent_is_a_pause_and_its_host_may_come_back(cluster: Cluster, unbroken: list[str]) -> None:
+    streams = cluster.streams()
+    for stream in streams:
+        stream.has_begun()
+    lead, before = workers(cluster.agents["node-1"])[0], cluster.num_migrations()
+    assert cluster.agents["node-1"].end(signal.SIGKILL) == -signal.SIGKILL
+    psutil.wait_procs([lead], 10)
+    assert not lead.is_running(), "a worker outlived its agent"
+    check(streams, unbroken)
+    assert cluster.num_migrations() > before
+    assert "node node-1 is lost: silent" in cluster.head_process.text()
+    cluster.join("node-1")
+    cluster.wait_for_replicas(3)
+
+
+def test_a_host_that_leaves_drains_first(cluster: Cluster, unbroken: list[str]) -> None:
+    streams = cluster.streams()
+    for stream in streams:
+        stream.has_begun()
+    assert cluster.agents["node-3"].end() == 0
+    check(streams, unbroken)
+    assert "node node-3 is leaving" in cluster.head_process.text()
+    assert "its agent left: SIGTERM" in cluster.head_process.text()
+    cluster.wait_for_replicas(3)
+    cluster.join("node-3")
+    cluster.agents["node-3"].wait_for("joins")
+
+
+def test_ipv6_alone(network: Network, model: str, tmp_path: Path) -> None:
+    token = tmp_path / "join.token"
+    head, node = network.host("head", "fd00:1::1/64"), network.host("node", "fd00:1::2/64")
+    process = head.head(cluster_toml(model, token, more='[http]\nhost = "::"'))
+    assert "sonar join [fd00:1::1]:2243 --token-file FILE" in process.text()
+    agent = node.join("[fd00:1::1]:2243", token)
+    process.wait_for("Ready after")
+    assert "by fd00:1::2 on eth0" in agent.text()
+    stream = Stream(node, "http://[fd00:1::1]:2242", "hello", 5)
+    stream.end()
+    assert stream.num_tokens == 5
+    assert process.end() == 0
+
+
+def test_the_right_one_of_two_interfaces(network: Network, model: str, tmp_path: Path) -> None:
+    """eth0 is first, has the default route, and does not lead to the head."""
+    token = tmp_path / "join.token"
+    head = network.host("head", "10.9.0.1/24", "10.1.0.1/24")
+    node = network.host("node", "10.8.0.2/24", "10.1.0.2/24")
+    node.run("ip", "route", "add", "default", "dev", "eth0")
+    toml = cluster_toml(model, token)
+    refused = head.start_head(toml)
+    assert refused.process.wait(DEADLINE_S) == 2
+    assert "several addresses and no default route: eth0=10.9.0.1, eth1=10.1.0.1" in refused.text()
+    process = head.head(cluster_toml(model, token, more='[network]\nhost = "10.1.0.1"'))
+    assert node.join("10.1.0.1", token).wait_for("by 10.1.0.2 on eth1") is None
+    process.wait_for("Ready after")
+    far = network.host("far", "10.7.0.2/24").join("10.1.0.1", token)
+    assert far.process.wait(DEADLINE_S) == 2
+    assert "no route from this host to 10.1.0.1:2243" in far.text() and "eth0=10.7.0.2" in far.text()
+
+
+def test_bad_hosts_are_named(network: Network, model: str, tmp_path: Path) -> None:
+    token, wrong = tmp_path / "join.token", tmp_path / "other" / "join.token"
+    load_or_create_token(wrong)
+    head, node = network.host("head", "10.1.0.1/24"), network.host("node", "10.1.0.2/24")
+    early = node.start(*COMMAND, "join", "10.1.0.1", "--token-file", str(wrong), "--connect-timeout-s", "0.5")
+    assert early.process.wait(DEADLINE_S) == 1
+    assert "no head answered at 10.1.0.1:2243 within 0.5 s" in early.text()
+
+    process = head.head(cluster_toml(model, token))
+    stranger = node.join("10.1.0.1", wrong)
+    assert stranger.process.wait(DEADLINE_S) == 1
+    assert "the join token is not the one of that head" in stranger.text()
+    no_head = node.join("10.1.0.1:2242", token, "--connect-timeout-s", "3")
+    assert no_head.process.wait(DEADLINE_S) == 1 and "no head answered" in no_head.text()
+    nameless = node.join("no-such-name", token)
+    assert nameless.process.wait(DEADLINE_S) == 2 and "the name 'no-such-name' means nothing" in nameless.text()
+
+    patch = tmp_path / "patch"
+    patch.mkdir()
+    (patch / "sitecustomize.py").write_text("import sonar\nsonar.__version__ = '9.9'\n")
+    older = node.join("10.1.0.1", token, PYTHONPATH=f"{patch}:{ROOT}")
+    assert older.process.wait(DEADLINE_S) == 3
+    assert "the head refused this node: Sonar 9.9 there" in older.text()
+    process.wait_for("refused node node: Sonar 9.9 there")
+
+
+def test_ports_in_use_are_named(network: Network, model: str, tmp_path: Path) -> None:
+    head = network.host("head", "10.1.0.1/24")
+    for host, port, name in (("127.0.0.1", 2242, "http_port"), ("10.1.0.1", 2243, "control port")):
+        code = (
+            f"import socket, time; s = socket.create_server(('{host}', {port})); print('here', flush=1); time.sleep(99)"
+        )
+        user = head.start(SONAR[0], "-c", code)
+        user.wait_for("here")
+        refused = head.start_head(cluster_toml(model, tmp_path / "join.token"))
+        assert refused.process.wait(DEADLINE_S) == 2
+        assert name in refused.text() and str(port) in refused.text() and "stop what listens there" in refused.text()
+        user.end()
+
+
+def test_a_host_that_never_comes_is_named(network: Network, model: str, tmp_path: Path) -> None:
+    token = tmp_path / "join.token"
+    head, node = network.host("head", "10.1.0.1/24"), network.host("node-1", "10.1.0.2/24")
+    nodes = 'expected = ["node-1", "node-2"]\njoin_timeout_s = 4\n'
+    process = head.head(cluster_toml(model, token, nodes=nodes + "exit_when_missing = true"))
+    node.join("10.1.0.1", token).wait_for("joins")
+    assert process.process.wait(DEADLINE_S) == 1
+    assert "missing node-2; here: node-1" in process.text()
