@@ -50,6 +50,7 @@ from cluster.messages import (
     WorkerExited,
     WorkerStarted,
 )
+from cluster.operators import OperatorDesk
 from cluster.records import ReplicaState
 from cluster.rendezvous import Rendezvous
 from cluster.requests import RequestTable
@@ -104,6 +105,7 @@ class ControlPlane:
         self.state = ClusterState(config.timeouts, config.restart, versions, incarnations, config.nodes)
         self.table = RequestTable(MemoryJournal(), self, clock)
         self.rendezvous = Rendezvous()
+        self._operators = OperatorDesk(self.state, self.feed, self.status)
         self._store = store
         self._clock = clock
         self._next_table_tick_s = 0.0
@@ -165,6 +167,8 @@ class ControlPlane:
         """From the transport: any message of any peer."""
         if peer.kind is PeerKind.AGENT:
             self._from_agent(peer, message)
+        elif peer.kind is PeerKind.OPERATOR:
+            self.server.send(peer, self._operators.answer(message))
         elif peer.kind is PeerKind.LEAD:
             self._from_lead(peer, message)
         else:

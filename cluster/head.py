@@ -30,6 +30,7 @@ from cluster.http_server import HttpServer, bind_http
 from cluster.local_agent import AgentCommand, AgentTicket, LocalAgent
 from cluster.messages import AgentToHead
 from cluster.metrics import HeadMetrics
+from cluster.operator_messages import OperatorToHead
 from cluster.security import load_or_create_token
 from cluster.status import ClusterStatus
 from cluster.store.sqlite import SqliteStore
@@ -124,7 +125,12 @@ class Head:
             ) from error
         server = Server(
             load_or_create_token(config.token_path),
-            {PeerKind.AGENT: AgentToHead, PeerKind.LEAD: LeadToHead, PeerKind.RANK: RankToHead},
+            {
+                PeerKind.AGENT: AgentToHead,
+                PeerKind.LEAD: LeadToHead,
+                PeerKind.RANK: RankToHead,
+                PeerKind.OPERATOR: OperatorToHead,
+            },
         )
         opened.callback(server.close)
         control_address = server.bind(config.network.control_host, config.network.control_port)

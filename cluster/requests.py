@@ -64,12 +64,9 @@ class RequestTable:
         return list(self._routes)
 
     def set_deployments(self, deployments: Iterable[DeploymentConfig]) -> None:
-        """What is served from now on; requests for what is not end with an error."""
+        """What is served from now on. Requests for what is not finish where they are; those that wait end."""
         self._deployments = {config.model: config for config in deployments}
-        names = {config.name for config in self._deployments.values()}
-        for request in list(self._open.values()):
-            if request.deployment not in names:
-                self._fail(request, f"the model {request.entry.request.model} is not deployed any more")
+        self._fail_undeployed()
 
     def close_to_new(self) -> None:
         """The head stops: open requests go on, new ones are refused."""
@@ -127,6 +124,7 @@ class RequestTable:
                 if now - request.queued_s > config.queue_timeout_s:
                     self._fail(request, f"no replica of {config.model} took it within {config.queue_timeout_s:.0f} s")
             self._dispatcher.run(config.name)
+        self._fail_undeployed()
 
     # --- replicas ---------------------------------------------------------------------------------------------------
 
@@ -237,6 +235,11 @@ class RequestTable:
             self._finish(request, event)
         elif event.token_ids:
             request.stream.push(event)
+
+    def _fail_undeployed(self) -> None:
+        names = {config.name for config in self._deployments.values()}
+        for name in {request.deployment for request in self._open.values()} - names:
+            self.fail_waiting(name, f"{name} is not deployed any more")
 
     def _fail(self, request: OpenRequest, error: str) -> None:
         self._dispatcher.withdraw(request)

@@ -14,7 +14,11 @@ from sonar.messages import LeadStats
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A host. note: why it is lost."""
+    """A host.
+
+    Attributes:
+        address, interface: by which it reaches the head. note: why it is lost.
+    """
 
     node_id: str
     state: str
@@ -25,6 +29,9 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     is_drained: bool
     silent_s: float
     note: str
+    is_leaving: bool = False
+    address: str = ""
+    interface: str = ""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,12 +65,13 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything at one moment."""
+    """Everything at one moment. missing_nodes: those that the head waits for before it places anything."""
 
     nodes: list[NodeStatus]
     replicas: list[ReplicaStatus]
     num_open_requests: int
     is_stopping: bool
+    missing_nodes: list[str] = []
 
 
 def cluster_status(state: ClusterState, table: RequestTable, now: float) -> ClusterStatus:
@@ -79,6 +87,7 @@ def cluster_status(state: ClusterState, table: RequestTable, now: float) -> Clus
         replicas=replicas,
         num_open_requests=table.num_open,
         is_stopping=state.is_stopping,
+        missing_nodes=[] if state.roll_call.is_over else state.roll_call.missing(state.nodes_here),
     )
 
 
@@ -93,6 +102,9 @@ def _node(node: NodeRecord, now: float) -> NodeStatus:
         is_drained=node.is_drained,
         silent_s=max(0.0, now - node.seen_s),
         note=node.note,
+        is_leaving=node.is_leaving,
+        address=node.hardware.address,
+        interface=node.hardware.interface,
     )
 
 

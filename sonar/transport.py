@@ -107,6 +107,7 @@ class PeerKind(Enum):
     AGENT = "agent"
     LEAD = "lead"
     RANK = "rank"
+    OPERATOR = "operator"
 
 
 class PeerId(NamedTuple):

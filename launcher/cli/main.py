@@ -26,7 +26,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("launcher.cli.chat", "talk to a served model in the terminal"),
     "bench": ("launcher.cli.bench", "measure: offline, latency, serve"),
     "sim": ("launcher.cli.sim", "simulate a cluster of thousands of hosts under the head's real code"),
-    "status": ("launcher.cli.status", "list this user's running servers"),
+    "status": ("launcher.cli.status", "servers of this user; nodes and replicas of a cluster"),
+    "drain": ("launcher.cli.drain", "take a host of a cluster out of work"),
+    "scale": ("launcher.cli.scale", "change a deployment's number of replicas"),
+    "rm": ("launcher.cli.rm", "serve a deployment no more"),
     "stop": ("launcher.cli.stop", "end a running server"),
     "version": ("launcher.cli.version", "print versions of Sonar, Python and what matters"),
 }

@@ -1,26 +1,61 @@
-"""`sonar status`: this user's running servers, each with its readiness, model, up-time and processes."""
+"""`sonar status`: this user's running servers, each with its readiness, model, up-time and processes; of a cluster's
+head also its nodes and replicas. With `--head` those of any cluster whose token is at hand.
+"""
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import httpx
+import msgspec
 import psutil
 
+from launcher.cli.cluster_tables import cluster_lines, columns, duration
 from launcher.cli.state import ServerRecord, StateDir
+from launcher.operator import HeadContact, add_head_flags
+from sonar.errors import SonarError
 
 NOTHING_RUNS = 3  # the exit code that init scripts use for it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which server."""
+    """Which server or cluster, and how often."""
     parser.add_argument("--port", type=int, default=None, help="only the server on this port")
+    parser.add_argument("--watch", type=float, default=0.0, metavar="S", help="show it again each S seconds")
+    parser.add_argument("--json", action="store_true", help="of a cluster: everything, for programs")
+    add_head_flags(parser)
 
 
 def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints a row a server and a line a process. Returns 3 when none runs."""
+    """Prints once, or until interrupted. Returns 3 when no server runs here.
+
+    Raises:
+        SonarError: a head was named, and does not answer.
+    """
+    if args.head or args.json:
+        with HeadContact.find(args, environ) as head:
+            return _repeat(args.watch, lambda: _show_head(head, is_json=args.json))
+    return _repeat(args.watch, lambda: _show_servers(args, environ))
+
+
+def _repeat(interval_s: float, show: Callable[[], int]) -> int:
+    code = show()
+    while interval_s > 0:
+        time.sleep(interval_s)
+        print("\x1b[2J\x1b[H", end="")
+        code = show()
+    return code
+
+
+def _show_head(head: HeadContact, *, is_json: bool) -> int:
+    status = head.status()
+    print(msgspec.json.encode(status).decode() if is_json else "\n".join(cluster_lines(status)), flush=True)
+    return 0
+
+
+def _show_servers(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     records = [r for r in StateDir.of_user(environ).records() if args.port in (None, r.port)]
     if not records:
         print("no server runs" + ("" if args.port is None else f" on port {args.port}"))
@@ -33,9 +68,20 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     for line in columns(rows):
         print(line)
     for record in records:
-        for line in process_lines(record):
+        for line in [*process_lines(record), *_cluster_of(record)]:
             print(line)
     return 0
+
+
+def _cluster_of(record: ServerRecord) -> list[str]:
+    """The tables of a head's cluster; one line when it does not answer."""
+    if not record.control:
+        return []
+    try:
+        with HeadContact.of_record(record) as head:
+            return ["", *cluster_lines(head.status())]
+    except SonarError as error:
+        return [f"  cluster: {error}"]
 
 
 def readiness(record: ServerRecord, timeout_s: float = 8.0) -> str:
@@ -46,22 +92,6 @@ def readiness(record: ServerRecord, timeout_s: float = 8.0) -> str:
     except httpx.HTTPError:
         return "no answer"
     return "ready" if answer.status_code == 200 else "starting"
-
-
-def duration(seconds: float) -> str:
-    """ "42 s", "5 min", "3 h 20 min" or "2 d 4 h"."""
-    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
-    if minutes < 1:
-        return f"{seconds:.0f} s"
-    if hours < 1:
-        return f"{minutes} min"
-    return f"{hours} h {minutes % 60} min" if days < 1 else f"{days} d {hours % 24} h"
-
-
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as left-aligned text columns."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
 def process_lines(record: ServerRecord) -> list[str]:

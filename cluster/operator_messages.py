@@ -1,0 +1,69 @@
+"""Messages between a head and an operator's commands (`sonar status`, `drain`, `scale`, `rm`), over the control port.
+
+That port asks for the join token and encrypts; the HTTP one may be open, or have keys that clients hold. One request,
+one answer. Frozen tagged msgspec structs, as in `cluster.messages`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cluster.status import ClusterStatus
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+# --- operator -> head -----------------------------------------------------------------------------------------------
+
+
+class StatusAsked(_Message, frozen=True, kw_only=True):
+    """Operator -> head: answered by `StatusAnswer`."""
+
+
+class DrainNode(_Message, frozen=True, kw_only=True):
+    """Operator -> head: no work on that node; or, with drain false, again. Answered by `Accepted` or `Declined`."""
+
+    node_id: str
+    drain: bool
+
+
+class ScaleDeployment(_Message, frozen=True, kw_only=True):
+    """Operator -> head: so many replicas. Answered by `Accepted` or `Declined`."""
+
+    name: str
+    replicas: int
+
+
+class RemoveDeployment(_Message, frozen=True, kw_only=True):
+    """Operator -> head: its replicas drain and end. Answered by `Accepted` or `Declined`."""
+
+    name: str
+
+
+OperatorToHead = StatusAsked | DrainNode | ScaleDeployment | RemoveDeployment
+
+
+# --- head -> operator -----------------------------------------------------------------------------------------------
+
+
+class StatusAnswer(_Message, frozen=True, kw_only=True):
+    """Head -> operator: everything at one moment."""
+
+    status: ClusterStatus
+
+
+class Accepted(_Message, frozen=True, kw_only=True):
+    """Head -> operator: it has begun; `StatusAsked` shows how far it is. text: what will happen, for people."""
+
+    text: str
+
+
+class Declined(_Message, frozen=True, kw_only=True):
+    """Head -> operator: nothing was changed. reason: with the remedy, for people."""
+
+    reason: str
+
+
+HeadToOperator = StatusAnswer | Accepted | Declined

@@ -1,0 +1,23 @@
+"""`sonar scale DEPLOYMENT N`: more or fewer replicas; those that go drain first."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from cluster.operator_messages import ScaleDeployment
+from launcher.operator import HeadContact, add_head_flags
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which deployment, how many."""
+    parser.add_argument("deployment", metavar="DEPLOYMENT", help="its name in the cluster's file")
+    parser.add_argument("replicas", metavar="N", type=int, help="replicas; 0 stops it and keeps its name")
+    add_head_flags(parser)
+
+
+def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Asks the head. Raises `UserError` when there is no such deployment, or N is out of range."""
+    with HeadContact.find(args, environ) as head:
+        print(head.order(ScaleDeployment(name=args.deployment, replicas=args.replicas)))
+    return 0
