@@ -1,6 +1,6 @@
 """A model in this process, without any server: several prompts at once, then a conversation streamed.
 
-    python examples/offline.py [MODEL]
+python examples/offline.py [MODEL]
 """
 
 from __future__ import annotations

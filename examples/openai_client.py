@@ -1,7 +1,7 @@
 """Talks to a running server with the official `openai` package: one answer at once, one streamed.
 
-    pip install openai
-    python examples/openai_client.py [http://127.0.0.1:2242]
+pip install openai
+python examples/openai_client.py [http://127.0.0.1:2242]
 """
 
 from __future__ import annotations
