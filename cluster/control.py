@@ -64,6 +64,7 @@ from sonar.transport_server import MessageHandler
 logger = logging.getLogger(__name__)
 
 INCARNATION_KEY = "incarnation/"
+INCARNATION_STEP = 64
 
 
 class ControlLink(Protocol):
@@ -98,11 +99,9 @@ class ControlPlane:
         versions: Mapping[str, str],
         clock: Callable[[], float],
     ) -> None:
-        incarnations = {
-            key.removeprefix(INCARNATION_KEY): int(value) for key, value in store.items(INCARNATION_KEY).items()
-        }
+        self._incarnation_ceiling = max((int(value) for value in store.items(INCARNATION_KEY).values()), default=0)
         self.server = server
-        self.state = ClusterState(config.timeouts, config.restart, versions, incarnations, config.nodes)
+        self.state = ClusterState(config.timeouts, config.restart, versions, self._incarnation_ceiling, config.nodes)
         self.table = RequestTable(MemoryJournal(), self, clock)
         self.rendezvous = Rendezvous()
         self._operators = OperatorDesk(self.state, self.feed, self.status)
@@ -228,7 +227,8 @@ class ControlPlane:
                 self.server.send(PeerId(PeerKind.AGENT, node_id, agent_id), message)
             case RecordIncarnation(replica_id=replica_id, incarnation=incarnation):
                 self.rendezvous.forget(replica_id)
-                self._store.put(INCARNATION_KEY + replica_id, str(incarnation).encode())
+                if incarnation > self._incarnation_ceiling:
+                    self._raise_ceiling(incarnation)
             case OpenRoute(replica_id=replica_id, incarnation=incarnation, deployment=deployment, ready=ready):
                 self.table.open_route(replica_id, incarnation, deployment, ready)
             case DrainRoute(replica_id=replica_id, incarnation=incarnation, ask_lead=ask_lead):
@@ -245,6 +245,13 @@ class ControlPlane:
             case _:
                 assert_never(command)
         return []
+
+    def _raise_ceiling(self, incarnation: int) -> None:
+        """One durable number for all replicas, raised in steps. A write a start would hold up a large cluster's start
+        (5 ms each on a virtual disk), and a store that is away would hold up every restart."""
+        ceiling = incarnation - 1 + INCARNATION_STEP
+        self._store.put(f"{INCARNATION_KEY}ceiling", str(ceiling).encode())
+        self._incarnation_ceiling = ceiling
 
     def _fail_hopeless(self) -> None:
         """Requests whose replicas will not come (back) are told so."""

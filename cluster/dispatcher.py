@@ -122,7 +122,7 @@ class Dispatcher:
                 route.add(entry.wire_id, request, decision.scores[0].uncached)
                 self._counters.tokens_replayed += len(emitted)
                 return True
-            route.is_reachable = False
+            route.set_reachable(False)
         self._journal.assign(entry, "", 0)
         return False
 

@@ -26,11 +26,6 @@ class NodeView:
     free_devices: tuple[int, ...]
     num_workers: int
 
-    def without(self, devices: tuple[int, ...]) -> NodeView:
-        """The node after one more rank took these devices."""
-        free = tuple(index for index in self.free_devices if index not in devices)
-        return NodeView(self.node_id, self.num_devices, free, self.num_workers + 1)
-
 
 class RankPlacement(NamedTuple):
     """One rank's host and accelerators (none on a CPU)."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cluster.messages import HardwareFacts, WorkerRef
+from cluster.placement import NodeView
 from sonar.messages import LeadReady
 
 
@@ -52,6 +53,7 @@ class NodeRecord:
         agent_id: of the agent's present start. agent_seen_s: its last sign of life; seen_s: the same with its leads'.
         is_drained: an operator wants no work there. is_leaving: its agent ends once its workers have.
         assigned: devices of the ranks of present incarnations that were placed there and are not known to have ended.
+            Changed by `assign` and `release` only, held by `hold` and `release`.
         running: of these, the workers reported as running.
         held: devices of workers whose incarnation is over but whose exit was not reported; nothing is placed on them,
             and the agent is told to kill them again at kill_again_s.
@@ -71,11 +73,39 @@ class NodeRecord:
     running: set[WorkerRef] = field(default_factory=set)
     held: dict[WorkerRef, tuple[int, ...]] = field(default_factory=dict)
     kill_again_s: float = 0.0
+    _view: NodeView | None = None
 
     @property
     def takes_work(self) -> bool:
         """Whether ranks may be placed there, as far as is known."""
         return self.state is NodeState.UP and not self.is_drained and not self.is_leaving
+
+    @property
+    def view(self) -> NodeView:
+        """As placement sees it."""
+        if self._view is None:
+            taken = {index for devices in (*self.assigned.values(), *self.held.values()) for index in devices}
+            devices = self.hardware.devices
+            free = tuple(device.index for device in devices if device.index not in taken)
+            self._view = NodeView(self.node_id, len(devices), free, len(self.assigned))
+        return self._view
+
+    def assign(self, ref: WorkerRef, devices: tuple[int, ...]) -> None:
+        """A rank was placed there."""
+        self.assigned[ref] = devices
+        self._view = None
+
+    def hold(self, ref: WorkerRef, devices: tuple[int, ...]) -> None:
+        """A worker may still be there that nobody wants."""
+        self.held[ref] = devices
+        self._view = None
+
+    def release(self, ref: WorkerRef) -> None:
+        """A worker has ended, or counts as ended."""
+        self.assigned.pop(ref, None)
+        self.held.pop(ref, None)
+        self.running.discard(ref)
+        self._view = None
 
 
 @dataclass

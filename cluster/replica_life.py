@@ -65,7 +65,7 @@ class ReplicaLife:
         out.append(RecordIncarnation(replica.replica_id, replica.incarnation))
         replica.ranks = {p.rank: RankRecord(p.node_id, p.devices) for p in placed}
         for place in placed:
-            self._nodes[place.node_id].assigned[replica.worker(place.rank)] = place.devices
+            self._nodes[place.node_id].assign(replica.worker(place.rank), place.devices)
         replica.progress = StartProgress(phase="spawn", changed_s=now)
         replica.ready, replica.note = None, ""
         replica.enter(ReplicaState.STARTING, now, now + self._timeouts.start_s)
@@ -221,9 +221,7 @@ class ReplicaLife:
         record.is_alive = False
         node = self._nodes.get(record.node_id)
         if node is not None:
-            ref = replica.worker(number)
-            node.assigned.pop(ref, None)
-            node.running.discard(ref)
+            node.release(replica.worker(number))
         return record
 
     def _end_ranks(self, replica: ReplicaRecord, end: End, out: list[Command]) -> None:
@@ -244,7 +242,7 @@ class ReplicaLife:
             self._bury(replica, number)
             node = self._nodes.get(rank.node_id)
             if node is not None:
-                node.held[replica.worker(number)] = rank.devices
+                node.hold(replica.worker(number), rank.devices)
             text = f"{_title(replica)}: exit of rank {number} on {rank.node_id} (pid {rank.pid}) was not reported"
             out.append(Announce(text, is_failure=True))
         self._finish_if_dead(replica, out, now)

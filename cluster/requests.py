@@ -118,7 +118,7 @@ class RequestTable:
         """About once a second: tries unreachable replicas again, ends requests that have waited too long."""
         now = self._clock()
         for route in self._routes:
-            route.is_reachable = True
+            route.set_reachable(True)
         for config in self._deployments.values():
             for request in self._dispatcher.waiting(config.name):
                 if now - request.queued_s > config.queue_timeout_s:
@@ -137,7 +137,7 @@ class RequestTable:
         """A replica takes no new request."""
         route = self._routes.get(replica_id, incarnation)
         if route is not None:
-            route.is_draining = True
+            route.drain()
 
     def close_route(self, replica_id: str, incarnation: int, *, blames_requests: bool) -> bool:
         """A replica's incarnation is over: its requests wait for another, in their old order.
@@ -164,7 +164,8 @@ class RequestTable:
         """The connection was made anew: whatever was sent or said may be lost, so every attempt begins again."""
         route = self._routes.get(replica_id, incarnation)
         if route is not None:
-            route.next_sequence, route.is_reachable = None, True
+            route.next_sequence = None
+            route.set_reachable(True)
             route.index.forget()
             self._dispatcher.restart(route, route.attempts, self._clock())
             self._dispatcher.run(route.deployment)

@@ -39,7 +39,7 @@ from cluster.messages import (
     WorkerRef,
     WorkerStarted,
 )
-from cluster.placement import NodeView, Unplaceable, place_replica
+from cluster.placement import Unplaceable, place_replica
 from cluster.records import ALIVE_STATES, NodeRecord, NodeState, ReplicaRecord, ReplicaState
 from cluster.replica_life import End, ReplicaLife
 from cluster.roll_call import RollCall
@@ -58,7 +58,7 @@ class ClusterState:
 
     Args:
         versions: this head's; an agent with another "sonar" is refused by name.
-        incarnations: replica id -> highest incarnation ever given, from the store.
+        incarnation_floor: an earlier head may have given any number up to it, to any replica.
         nodes: hosts to wait for before anything is placed.
     """
 
@@ -67,7 +67,7 @@ class ClusterState:
         timeouts: Timeouts,
         restart: RestartPolicy,
         versions: Mapping[str, str],
-        incarnations: Mapping[str, int],
+        incarnation_floor: int,
         nodes: NodesConfig = NodesConfig(),  # noqa: B008 - frozen
     ) -> None:
         self.nodes: dict[str, NodeRecord] = {}
@@ -77,7 +77,8 @@ class ClusterState:
         self.roll_call = RollCall(nodes)
         self._timeouts = timeouts
         self._versions = dict(versions)
-        self._incarnations = dict(incarnations)
+        self._incarnation_floor = incarnation_floor
+        self._incarnations: dict[str, int] = {}
         self._pending: dict[str, ReplicaRecord] = {}
         self._life = ReplicaLife(self.nodes, timeouts, restart)
         self._last_tick_s: float | None = None
@@ -198,7 +199,7 @@ class ClusterState:
             if self._runs_on(ref, node.node_id):
                 self._life.worker_started(self.replicas[ref.replica_id], ref.rank, item.pid, item.log_path, now)
             else:
-                node.held[ref] = tuple(item.devices)
+                node.hold(ref, tuple(item.devices))
                 self._kill_stale(node, ref, out)
         for replica, numbers in self._assigned(node):
             missing = [
@@ -236,7 +237,7 @@ class ClusterState:
             if isinstance(report, WorkerStarted):
                 self._kill_stale(node, ref, out)
             else:
-                node.held.pop(ref, None)
+                node.release(ref)
             return
         match report:
             case WorkerStarted():
@@ -260,7 +261,8 @@ class ClusterState:
         if node.state is NodeState.LOST:
             return
         node.state, node.note, node.seen_s = NodeState.LOST, reason, now
-        node.held.clear()
+        for ref in list(node.held):
+            node.release(ref)
         out.append(Announce(f"node {node.node_id} is lost: {reason}", is_failure=not self.is_stopping))
         for replica, lost in self._assigned(node):
             end = End(f"node {node.node_id}: {reason}", is_failure=False)
@@ -324,7 +326,7 @@ class ClusterState:
             replica_id = f"{deployment}-{index}"
             replica = self.replicas.get(replica_id)
             if replica is None:
-                last = self._incarnations.get(replica_id, 0)
+                last = self._incarnations.get(replica_id, self._incarnation_floor)
                 replica = ReplicaRecord(replica_id, deployment, self._pending, incarnation=last, since_s=now)
                 self.replicas[replica_id] = replica
             replica.is_wanted = True
@@ -372,7 +374,7 @@ class ClusterState:
 
     def _settle(self, out: list[Command], now: float) -> None:
         """After an event: forget what has stopped, start what waits for nothing but room."""
-        if news := self.roll_call.tick(self.nodes_here, now):
+        if not self.roll_call.is_over and (news := self.roll_call.tick(self.nodes_here, now)):
             out.append(Announce(news, is_failure=bool(self.roll_call.failure)))
         waiting: list[ReplicaRecord] = []
         for replica in list(self._pending.values()):
@@ -390,36 +392,26 @@ class ClusterState:
                 replica.note = note
 
     def _place(self, waiting: list[ReplicaRecord], out: list[Command], now: float) -> None:
-        views = self._views(now)
-        no_room: dict[tuple[int, int, str], Unplaceable] = {}
+        timeout_s = self._timeouts.heartbeat_timeout_s
+        # A lead's word alone does not spawn anything: the agent has to be awake.
+        awake = [node for node in self.nodes.values() if node.takes_work and now - node.agent_seen_s < timeout_s]
+        views = {node.node_id: node.view for node in awake}
+        no_room: dict[str, str] = {}
         for replica in waiting:
+            if replica.deployment in no_room:
+                replica.note = no_room[replica.deployment]
+                continue
             config = self.deployments[replica.deployment]
             parallel, device = config.engine_config.parallel, config.engine_config.device
             need = (parallel.world_size, parallel.tp_size, device)
-            placed = no_room.get(need) or place_replica(
-                parallel.world_size, parallel.tp_size, device, list(views.values()), replica.failure.by_node
-            )
+            placed = place_replica(*need, list(views.values()), replica.failure.by_node)
             if isinstance(placed, Unplaceable):
-                no_room[need], replica.note = placed, placed.reason
+                no_room[replica.deployment] = replica.note = placed.reason
                 continue
-            for place in placed:
-                views[place.node_id] = views[place.node_id].without(place.devices)
-            replica.incarnation = self._incarnations.get(replica.replica_id, 0) + 1
+            replica.incarnation = self._incarnations.get(replica.replica_id, self._incarnation_floor) + 1
             self._incarnations[replica.replica_id] = replica.incarnation
             self._life.start(replica, placed, config, out, now)
-
-    def _views(self, now: float) -> dict[str, NodeView]:
-        """Nodes that take work: up, not drained, their agent awake (a lead's word alone does not spawn anything)."""
-        views = {}
-        for node in self.nodes.values():
-            is_awake = now - node.agent_seen_s < self._timeouts.heartbeat_timeout_s
-            if not node.takes_work or not is_awake:
-                continue
-            taken = {index for devices in (*node.assigned.values(), *node.held.values()) for index in devices}
-            devices = node.hardware.devices
-            free = tuple(device.index for device in devices if device.index not in taken)
-            views[node.node_id] = NodeView(node.node_id, len(devices), free, len(node.assigned))
-        return views
+            views |= {place.node_id: self.nodes[place.node_id].view for place in placed}
 
 
 def is_new_settings(old: DeploymentConfig | None, new: DeploymentConfig) -> bool:

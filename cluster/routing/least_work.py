@@ -53,7 +53,7 @@ class Score(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The chosen replica, and every candidate's score, best first, for whoever asks why."""
+    """The chosen replica, and the scores of all that were weighed, best first, for whoever asks why."""
 
     replica_id: str
     scores: tuple[Score, ...]
@@ -67,6 +67,12 @@ def choose_replica(num_tokens: int, candidates: Sequence[Candidate]) -> Decision
     """
     scores = sorted((_score(num_tokens, c) for c in candidates), key=lambda score: (score.total, score.replica_id))
     return Decision(scores[0].replica_id, tuple(scores))
+
+
+def standing_load(candidate: Candidate) -> int:
+    """What a replica has to do already: the part of its score that is the same for every request."""
+    queued = QUEUED_TOKENS * max(0, candidate.num_open + 1 - candidate.max_num_requests)
+    return candidate.pending_tokens + STREAM_TOKENS * candidate.num_open + queued
 
 
 def _score(num_tokens: int, candidate: Candidate) -> Score:

@@ -1,17 +1,19 @@
 """The replicas that take requests, what is open on each, and the choice among them.
 
-Owns the routes; `ClusterState` says when they open and close, `cluster.requests` what is sent over them. Pure.
+Owns the routes; `ClusterState` says when they open and close, `cluster.requests` what is sent over them. Pure. Of many
+replicas only those that can be best are weighed: what a decision costs does not grow with the cluster.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from cluster.routing.least_work import Candidate, Decision, choose_replica
-from cluster.routing.prefix_index import PrefixIndex
+from cluster.routing.least_work import Candidate, Decision, choose_replica, standing_load
+from cluster.routing.load_order import LoadOrder
+from cluster.routing.prefix_index import BlockHolders, PrefixIndex
 from sonar.block_hash import hash_blocks
 from sonar.messages import LeadReady, LeadStats
 
@@ -19,6 +21,11 @@ from sonar.messages import LeadReady, LeadStats
 # decisions, few enough that the rest wait where they can still go elsewhere.
 OPEN_PER_SLOT = 2
 MAX_SESSIONS = 10_000
+# Replicas weighed in one decision: all when there are so few; else the session's, those that hold most of the prompt,
+# and the least loaded. What is left out holds less and has more to do than one of these.
+WEIGH_ALL = 16
+MAX_HOLDERS = 16
+NUM_LEAST_LOADED = 8
 R = TypeVar("R")
 
 
@@ -37,9 +44,10 @@ class Route(Generic[R]):
     """A serving incarnation of a replica.
 
     Attributes:
+        order: of its deployment's routes; kept by the methods that change what is open here.
         attempts: by wire id, in the order they were sent.
         next_sequence: number that the next `Tokens` must have; None accepts any (after a reconnect).
-        is_reachable: the last message could be sent.
+        is_reachable: the last message could be sent. is_draining: no new request.
         pending_tokens: sum over the attempts.
     """
 
@@ -48,6 +56,7 @@ class Route(Generic[R]):
     deployment: str
     ready: LeadReady
     index: PrefixIndex
+    order: LoadOrder
     attempts: dict[str, Attempt[R]] = field(default_factory=dict)
     next_sequence: int | None = 0
     is_draining: bool = False
@@ -55,28 +64,96 @@ class Route(Generic[R]):
     pending_tokens: int = 0
     stats: LeadStats | None = None
 
+    def __post_init__(self) -> None:
+        self._reorder()
+
     @property
     def has_room(self) -> bool:
         """Whether one more request may be sent."""
         is_open = self.is_reachable and not self.is_draining
         return is_open and len(self.attempts) < OPEN_PER_SLOT * self.ready.max_num_requests
 
+    def drain(self) -> None:
+        """It takes no new request any more."""
+        self.is_draining = True
+        self._reorder()
+
+    def set_reachable(self, is_reachable: bool) -> None:
+        """Whether a message could be sent, or is to be tried again."""
+        if self.is_reachable != is_reachable:
+            self.is_reachable = is_reachable
+            self._reorder()
+
     def add(self, wire_id: str, request: R, pending_tokens: int) -> None:
         """A request was sent there."""
         self.attempts[wire_id] = Attempt(request, pending_tokens)
         self.pending_tokens += pending_tokens
+        self._reorder()
 
     def saw_token(self, attempt: Attempt[R]) -> None:
         """Its prompt has been computed."""
-        self.pending_tokens -= attempt.pending_tokens
-        attempt.pending_tokens = 0
+        if attempt.pending_tokens:
+            self.pending_tokens -= attempt.pending_tokens
+            attempt.pending_tokens = 0
+            self._reorder()
 
     def remove(self, wire_id: str) -> Attempt[R] | None:
         """An attempt is over."""
         attempt = self.attempts.pop(wire_id, None)
         if attempt is not None:
-            self.saw_token(attempt)
+            self.pending_tokens -= attempt.pending_tokens
+            attempt.pending_tokens = 0
+            self._reorder()
         return attempt
+
+    def _reorder(self) -> None:
+        if self.has_room:
+            self.order.put(self.replica_id, standing_load(self.as_candidate()))
+        else:
+            self.order.remove(self.replica_id)
+
+    def as_candidate(self, cached_tokens: int = 0, has_session: bool = False) -> Candidate:
+        """What the choice is to know of it."""
+        return Candidate(
+            replica_id=self.replica_id,
+            cached_tokens=cached_tokens,
+            pending_tokens=self.pending_tokens,
+            num_open=len(self.attempts),
+            max_num_requests=self.ready.max_num_requests,
+            has_session=has_session,
+        )
+
+
+@dataclass
+class _Group(Generic[R]):
+    """One deployment's routes. block_sizes: how many have each."""
+
+    routes: dict[str, Route[R]] = field(default_factory=dict)
+    order: LoadOrder = field(default_factory=LoadOrder)
+    holders: BlockHolders = field(default_factory=BlockHolders)
+    block_sizes: Counter[int] = field(default_factory=Counter)
+
+    def candidates(self, hashes: dict[int, list[bytes]], session_replica: str | None) -> list[str]:
+        """The replicas with room that can be the best."""
+        if len(self.order) <= WEIGH_ALL:
+            return list(self.order)
+        chosen = dict.fromkeys(self.order.least(NUM_LEAST_LOADED))
+        if session_replica is not None and session_replica in self.order:
+            chosen[session_replica] = None
+        for chain in hashes.values():
+            chosen.update(dict.fromkeys(self._holders_of(chain)))
+        return list(chosen)
+
+    def _holders_of(self, chain: Sequence[bytes]) -> list[str]:
+        """Replicas with room that hold most of a prompt: from its last block back until there are enough."""
+        found: dict[str, None] = {}
+        for block_hash in reversed(chain):
+            holders = self.holders.of(block_hash)
+            if holders and not holders <= found.keys():
+                found.update(dict.fromkeys(self.order.least_of(holders, MAX_HOLDERS - len(found), found)))
+                if len(found) >= MAX_HOLDERS:
+                    break
+        return list(found)
 
 
 class RouteTable(Generic[R]):
@@ -84,6 +161,7 @@ class RouteTable(Generic[R]):
 
     def __init__(self) -> None:
         self._routes: dict[str, Route[R]] = {}
+        self._groups: dict[str, _Group[R]] = {}
         self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     def __iter__(self) -> Iterator[Route[R]]:
@@ -92,8 +170,11 @@ class RouteTable(Generic[R]):
     def open(self, replica_id: str, incarnation: int, deployment: str, ready: LeadReady) -> Route[R]:
         """A replica takes requests from now on."""
         assert replica_id not in self._routes, replica_id
-        route: Route[R] = Route(replica_id, incarnation, deployment, ready, PrefixIndex(ready.num_blocks))
-        self._routes[replica_id] = route
+        group = self._groups.setdefault(deployment, _Group())
+        index = PrefixIndex(replica_id, ready.num_blocks, group.holders)
+        route: Route[R] = Route(replica_id, incarnation, deployment, ready, index, group.order)
+        self._routes[replica_id] = group.routes[replica_id] = route
+        group.block_sizes[ready.block_size] += 1
         return route
 
     def get(self, replica_id: str, incarnation: int) -> Route[R] | None:
@@ -103,24 +184,32 @@ class RouteTable(Generic[R]):
 
     def close(self, route: Route[R]) -> None:
         """The incarnation is over."""
-        del self._routes[route.replica_id]
+        group = self._groups[route.deployment]
+        route.index.forget()
+        group.order.remove(route.replica_id)
+        group.block_sizes -= Counter((route.ready.block_size,))
+        del self._routes[route.replica_id], group.routes[route.replica_id]
+        if not group.routes:
+            del self._groups[route.deployment]
 
     def of(self, deployment: str) -> list[Route[R]]:
         """A deployment's routes, draining ones too."""
-        return [route for route in self._routes.values() if route.deployment == deployment]
+        group = self._groups.get(deployment)
+        return list(group.routes.values()) if group else []
 
     def choose(
         self, deployment: str, token_ids: list[int], cache_salt: str, session: str
     ) -> tuple[Route[R], Decision] | None:
         """The route to send a request over; None when no replica has room."""
-        routes = [route for route in self.of(deployment) if route.has_room]
-        if not routes:
+        group = self._groups.get(deployment)
+        if group is None or not len(group.order):
             return None
         # With one replica there is nothing to weigh: the hashing (about 0.5 us a block) is saved.
-        hashes = {size: hash_blocks(token_ids, size, cache_salt) for size in _block_sizes(routes)}
+        sizes = group.block_sizes if len(group.order) > 1 else ()
+        hashes = {size: hash_blocks(token_ids, size, cache_salt) for size in sizes}
         last = self._sessions.get((deployment, session)) if session else None
-        candidates = [_candidate(route, hashes, last) for route in routes]
-        decision = choose_replica(len(token_ids), candidates)
+        routes = [group.routes[replica_id] for replica_id in group.candidates(hashes, last)]
+        decision = choose_replica(len(token_ids), [_candidate(route, hashes, last) for route in routes])
         chosen = self._routes[decision.replica_id]
         if session:
             self._remember(deployment, session, chosen.replica_id)
@@ -133,17 +222,7 @@ class RouteTable(Generic[R]):
             self._sessions.popitem(last=False)
 
 
-def _block_sizes(routes: list[Route[R]]) -> set[int]:
-    return {route.ready.block_size for route in routes} if len(routes) > 1 else set()
-
-
 def _candidate(route: Route[R], hashes: dict[int, list[bytes]], session_replica: str | None) -> Candidate:
     size = route.ready.block_size
-    return Candidate(
-        replica_id=route.replica_id,
-        cached_tokens=size * route.index.count_prefix(hashes.get(size, [])),
-        pending_tokens=route.pending_tokens,
-        num_open=len(route.attempts),
-        max_num_requests=route.ready.max_num_requests,
-        has_session=route.replica_id == session_replica,
-    )
+    cached_tokens = size * route.index.count_prefix(hashes.get(size, []))
+    return route.as_candidate(cached_tokens, route.replica_id == session_replica)

@@ -80,7 +80,7 @@ def test_a_loading_replica_ends_when_its_node_is_drained() -> None:
 
 def test_nothing_is_placed_before_all_expected_nodes_are_here() -> None:
     world = World()
-    world.state = ClusterState(Timeouts(), RestartPolicy(), VERSIONS, {}, NodesConfig(min=2, join_timeout_s=30.0))
+    world.state = ClusterState(Timeouts(), RestartPolicy(), VERSIONS, 0, NodesConfig(min=2, join_timeout_s=30.0))
     world.handle(DeploymentApplied(deployment(replicas=2)))
     world.join("a")
     world.advance(29)
@@ -92,7 +92,7 @@ def test_nothing_is_placed_before_all_expected_nodes_are_here() -> None:
 
 def test_after_the_deadline_the_rest_begins() -> None:
     world = World()
-    world.state = ClusterState(Timeouts(), RestartPolicy(), VERSIONS, {}, NodesConfig(("a", "b"), join_timeout_s=30.0))
+    world.state = ClusterState(Timeouts(), RestartPolicy(), VERSIONS, 0, NodesConfig(("a", "b"), join_timeout_s=30.0))
     world.handle(DeploymentApplied(deployment()))
     world.join("a")
     world.advance(31)

@@ -274,4 +274,4 @@ def test_metrics_and_status_tell_of_replicas_and_requests(tmp_path) -> None:
     status = control.status()
     assert (status.replicas[0].state, status.replicas[0].num_open, status.num_open_requests) == ("ready", 1, 1)
     assert status.replicas[0].stats["blocks_free"] == 60
-    assert store.items("incarnation/") == {"incarnation/m-0": b"1"}
+    assert store.items("incarnation/") == {"incarnation/ceiling": b"64"}

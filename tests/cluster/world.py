@@ -105,7 +105,7 @@ class World:
 
     def __init__(self, timeouts: Timeouts | None = None, restart: RestartPolicy | None = None) -> None:
         self.now = 1000.0
-        self.state = ClusterState(timeouts or Timeouts(), restart or RestartPolicy(), VERSIONS, {})
+        self.state = ClusterState(timeouts or Timeouts(), restart or RestartPolicy(), VERSIONS, 0)
         self.agents: dict[int, FakeAgent] = {}
         self.routes: dict[str, int] = {}
         self.commands: list[Command] = []

@@ -163,10 +163,12 @@ async def test_a_start_that_crashes_once_is_tried_again(tmp_path) -> None:
 
 
 async def test_incarnations_go_on_after_a_restart_of_the_head(tmp_path) -> None:
-    for expected in (1, 2):
+    last = 0
+    for _ in range(3):
         async with running_head(tmp_path) as head:
             await ready(head)
-            assert head.control.state.replicas["fake-0"].incarnation == expected
+            assert head.control.state.replicas["fake-0"].incarnation > last
+            last = head.control.state.replicas["fake-0"].incarnation
 
 
 async def test_strangers_and_stale_leads_change_nothing(tmp_path) -> None:
