@@ -476,3 +476,19 @@ def test_whatever_happens_every_output_is_that_of_the_unbroken_run(history) -> N
                 assert "replicas in a row" in bench.read[name][-1].error
     (route,) = bench.table.routes()
     assert not route.attempts and route.pending_tokens == 0
+
+
+def test_a_removed_model_finishes_what_runs_and_ends_what_would_have_to_move() -> None:
+    bench = Bench()
+    bench.open_route("m-0")
+    bench.submit("stays", max_tokens=3)
+    bench.submit("moves", max_tokens=9)
+    bench.table.set_deployments([])
+    for _ in range(3):
+        bench.step()
+    assert bench.finish("stays") is FinishReason.LENGTH and bench.tokens("stays") == whole("stays", 3)
+    assert bench.finish("moves") is None
+    bench.kill("m-0", blames_requests=False)
+    bench.table.tick()
+    bench.drain()
+    assert bench.finish("moves") is FinishReason.ERROR and "not deployed any more" in bench.read["moves"][-1].error

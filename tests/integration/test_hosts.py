@@ -98,6 +98,13 @@ class Cluster:
             assert time.monotonic() < deadline, self.head_process.text()
             time.sleep(0.1)
 
+    def wait_until_status(self, pattern: str) -> None:
+        """Waits until `sonar status` shows it."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not re.search(pattern, text := self.head.run(*SONAR, "status").stdout):
+            assert time.monotonic() < deadline, text
+            time.sleep(0.2)
+
     def streams(self, count: int = 6) -> list[Stream]:
         return [Stream(self.head, self.url, f"stream {number}", TOKENS) for number in range(count)]
 
@@ -185,6 +192,41 @@ def test_a_host_that_leaves_drains_first(cluster: Cluster, unbroken: list[str]) 
     cluster.wait_for_replicas(3)
     cluster.join("node-3")
     cluster.agents["node-3"].wait_for("joins")
+
+
+def test_operators_see_and_move_everything(cluster: Cluster, unbroken: list[str]) -> None:
+    cluster.wait_for_replicas(3)
+    head, far = cluster.head, cluster.nodes["node-2"]
+    shown = head.run(*SONAR, "status")
+    assert shown.returncode == 0, shown.stderr
+    for name in cluster.nodes:
+        assert re.search(rf"{name} +up +10\.1\.0\.\d eth0 ", shown.stdout), shown.stdout
+    assert len(re.findall(r"tiny-\d +ready ", shown.stdout)) == 3
+    remote = ("--head", "10.1.0.1", "--token-file", str(far.copy_of(cluster.token)))
+    streams = cluster.streams()
+    for stream in streams:
+        stream.has_begun()
+    drained = far.run(*SONAR, "drain", "node-1", *remote)
+    assert drained.returncode == 0 and "node-1 takes no new work" in drained.stdout, drained.stderr
+    check(streams, unbroken)
+    cluster.wait_until_status(r"node-1 +drained (.|\n)*tiny-0 +ready(.|\n)*tiny-1 +ready(.|\n)*tiny-2 +ready")
+    assert workers(cluster.agents["node-1"]) == []
+    assert head.run(*SONAR, "drain", "node-1", "--undo").stdout == "node-1 takes work again\n"
+    assert "tiny: 3 -> 2 replicas" in head.run(*SONAR, "scale", "tiny", "2").stdout
+    cluster.wait_for_replicas(2)
+    assert "tiny: 2 -> 3 replicas" in far.run(*SONAR, "scale", "tiny", "3", *remote).stdout
+    cluster.wait_for_replicas(3)
+    wrong = head.run(*SONAR, "drain", "node-7")
+    assert wrong.returncode == 2 and "no node 'node-7'; did you mean node-" in wrong.stderr
+
+
+def test_a_stranger_is_no_operator(cluster: Cluster, tmp_path: Path) -> None:
+    token = tmp_path / "join.token"
+    load_or_create_token(token)
+    far = cluster.nodes["node-2"]
+    refused = far.run(*SONAR, "scale", "tiny", "0", "--head", "10.1.0.1", "--token-file", str(token))
+    assert refused.returncode == 1 and "the join token is not the one of that head" in refused.stderr
+    assert cluster.num_ready() == 3
 
 
 def test_ipv6_alone(network: Network, model: str, tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""What operators ask for: done when it can be, declined with the reason when not; open streams finish in any case."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.events import DeploymentApplied, Event, NodeRegistered
+from cluster.operator_messages import (
+    Accepted,
+    Declined,
+    DrainNode,
+    RemoveDeployment,
+    ScaleDeployment,
+    StatusAnswer,
+    StatusAsked,
+)
+from cluster.operators import OperatorDesk
+from cluster.records import ReplicaState
+from cluster.status import ClusterStatus
+from tests.cluster.world import World, deployment
+
+EMPTY = ClusterStatus(nodes=[], replicas=[], num_open_requests=0, is_stopping=False)
+
+
+def desk_of(world: World) -> OperatorDesk:
+    def feed(event: Event) -> None:
+        world.handle(event)
+
+    return OperatorDesk(world.state, feed, lambda: EMPTY)
+
+
+@pytest.fixture
+def world() -> World:
+    world = World()
+    world.join("a")
+    world.join("b")
+    world.handle(DeploymentApplied(deployment(replicas=2)))
+    world.settle(0.5)
+    return world
+
+
+def test_the_status_is_the_snapshot(world: World) -> None:
+    assert desk_of(world).answer(StatusAsked()) == StatusAnswer(status=EMPTY)
+
+
+def test_drain_moves_the_work_and_undo_takes_it_back(world: World) -> None:
+    desk = desk_of(world)
+    answer = desk.answer(DrainNode(node_id="a", drain=True))
+    assert isinstance(answer, Accepted) and "a takes no new work; m-" in answer.text
+    assert [r.state for r in world.state.replicas.values()].count(ReplicaState.DRAINING) == 1
+    assert not world.state.nodes["a"].takes_work
+    answer = desk.answer(DrainNode(node_id="a", drain=False))
+    assert answer == Accepted(text="a takes work again") and world.state.nodes["a"].takes_work
+
+
+def test_scale_up_and_down(world: World) -> None:
+    desk = desk_of(world)
+    answer = desk.answer(ScaleDeployment(name="m", replicas=3))
+    assert isinstance(answer, Accepted) and "m: 2 -> 3 replicas" in answer.text
+    world.settle(0.5)
+    assert len(world.ready()) == 3
+    desk.answer(ScaleDeployment(name="m", replicas=1))
+    states = {r.replica_id: r.state for r in world.state.replicas.values()}
+    assert states["m-0"] is ReplicaState.READY
+    assert {states["m-1"], states["m-2"]} == {ReplicaState.DRAINING}
+
+
+def test_rm_drains_every_replica(world: World) -> None:
+    assert isinstance(desk_of(world).answer(RemoveDeployment(name="m")), Accepted)
+    assert {r.state for r in world.state.replicas.values()} == {ReplicaState.DRAINING}
+    assert not world.state.deployments
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (DrainNode(node_id="c", drain=True), "no node 'c'; there are: a, b"),
+        (ScaleDeployment(name="mm", replicas=2), "no deployment 'mm'; did you mean m?"),
+        (ScaleDeployment(name="m", replicas=-1), "replicas=-1; choose 0 to 10000"),
+        (RemoveDeployment(name="other"), "no deployment 'other'; there are: m"),
+    ],
+)
+def test_what_cannot_be_is_declined_with_the_reason(world: World, message, words: str) -> None:
+    before = len(world.commands)
+    answer = desk_of(world).answer(message)
+    assert isinstance(answer, Declined) and words in answer.reason
+    assert len(world.commands) == before
+
+
+def test_the_registration_of_a_node_keeps_what_an_operator_said(world: World) -> None:
+    desk_of(world).answer(DrainNode(node_id="a", drain=True))
+    agent = next(agent for agent in world.agents.values() if agent.node_id == "a")
+    assert isinstance(agent.register(), NodeRegistered)
+    world.handle(agent.register())
+    assert not world.state.nodes["a"].takes_work
