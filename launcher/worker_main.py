@@ -1,4 +1,4 @@
-"""What a worker process does before it is a worker: session, parent death, log, devices; then the lead's main.
+"""What a worker process does before it is a worker: session, parent death, log, devices; then the main of its rank.
 
 Started by multiprocessing's spawn from `launcher.supervisor`; the first code of ours in the new process.
 """
@@ -14,7 +14,7 @@ import sys
 import msgspec
 
 from sonar.process import die_with_parent
-from sonar.worker import lead
+from sonar.worker import follower, lead
 
 
 class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ def run_worker(encoded: bytes) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, setup.devices))
     code = 1
     try:
-        code = lead.main(setup.lead)
+        code = lead.main(setup.lead) if setup.lead.rank == 0 else follower.main(setup.lead)
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1
     except BaseException:

@@ -12,8 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sonar.config import EngineConfig, ModelConfig
+from sonar.distributed.rank_link import RankLink
 from sonar.kvcache.manager import KVCacheManager
 from sonar.messages import FinishReason, KVEvent, LeadStats, RequestId, Submit, TokenEvent
 from sonar.model_source import ModelSource
@@ -23,6 +25,9 @@ from sonar.scheduler.scheduler import Scheduler
 from sonar.worker.executor import Executor, StepHandle
 from sonar.worker.loading import LoadedRunner, load_runner
 from sonar.worker.resolve import SettingRow
+
+if TYPE_CHECKING:
+    from sonar.worker.follower_loop import FollowerLoop
 
 Clock = Callable[[], float]
 
@@ -51,20 +56,18 @@ class Engine:
     After `step` has raised, the engine is of no more use than to be closed: what the failed step computed is lost.
 
     Args:
-        overlap: schedule a step while the one before it runs; the scheduler's setting.
+        depth: steps under way at once, as the scheduler allows them.
         clock: monotonic seconds.
 
     Attributes:
         times: where the time went.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, executor: Executor, *, overlap: bool, clock: Clock = time.monotonic
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, depth: int, clock: Clock = time.monotonic) -> None:
         self.times = EngineTimes()
         self._scheduler = scheduler
         self._executor = executor
-        self._depth = 2 if overlap else 1
+        self._depth = depth
         self._clock = clock
         self._under_way: deque[StepHandle] = deque()
 
@@ -159,7 +162,12 @@ class BuiltEngine:
 
 
 def build_engine(
-    config: EngineConfig, progress: Progress = no_progress, *, incarnation: int = 0, cache_dir: Path | None = None
+    config: EngineConfig,
+    progress: Progress = no_progress,
+    *,
+    incarnation: int = 0,
+    cache_dir: Path | None = None,
+    link: RankLink | None = None,
 ) -> BuiltEngine:
     """Loads a model and puts an engine around it.
 
@@ -167,19 +175,25 @@ def build_engine(
         progress: told (phase, done, total) as loading goes.
         incarnation: of the replica, put on its messages.
         cache_dir: for downloaded and derived files; None = the user's cache folder.
+        link: of this process, the replica's rank 0, when there are more ranks.
 
     Raises:
-        ModelError, ConfigError, CapacityError: with the remedy.
+        ModelError, ConfigError, CapacityError: with the remedy. RemoteError: another rank did not come.
     """
-    loaded = load_runner(config, progress, cache_dir)
+    loaded = load_runner(config, progress, cache_dir, link=link)
     limits = RequestLimits(
         max_model_len=loaded.config.scheduler.max_model_len,
         vocab_size=loaded.model_config.vocab_size,
         eos_token_ids=frozenset(loaded.model_config.eos_token_ids),
     )
     scheduler = _make_scheduler(loaded, limits, incarnation)
+    executor: Executor = loaded.runner
+    if loaded.ranks is not None:
+        from sonar.worker.group_executor import GroupExecutor  # with it come torch's process groups
+
+        executor = GroupExecutor(loaded.runner, loaded.ranks)
     return BuiltEngine(
-        engine=Engine(scheduler, loaded.runner, overlap=loaded.config.scheduler.overlap),
+        engine=Engine(scheduler, executor, depth=scheduler.max_under_way),
         config=loaded.config,
         model_config=loaded.model_config,
         source=loaded.source,
@@ -191,6 +205,19 @@ def build_engine(
     )
 
 
+def build_follower(config: EngineConfig, *, link: RankLink) -> FollowerLoop:
+    """Loads the part of a rank other than 0; its loop computes what the lead sends.
+
+    Raises:
+        ModelError, ConfigError, CapacityError, RemoteError: as `build_engine`.
+    """
+    from sonar.worker.follower_loop import FollowerLoop
+
+    loaded = load_runner(config, link=link)
+    assert loaded.ranks is not None, "a replica of one rank has no followers"
+    return FollowerLoop(loaded.runner, loaded.ranks)
+
+
 def _make_scheduler(loaded: LoadedRunner, limits: RequestLimits, incarnation: int) -> Scheduler:
     config = loaded.config
     cache = KVCacheManager(
@@ -199,4 +226,4 @@ def _make_scheduler(loaded: LoadedRunner, limits: RequestLimits, incarnation: in
         config.cache.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
     )
-    return Scheduler(config.scheduler, limits, cache, incarnation)
+    return Scheduler(config.scheduler, limits, cache, incarnation, num_stages=config.parallel.pp_size)

@@ -58,7 +58,7 @@ def make_engine(*, overlap=True, num_blocks=(40, 40), failing_step=None, clock=N
     scheduler = Scheduler(config, RequestLimits(MAX_LEN, VOCAB_SIZE, frozenset({EOS})), cache)
     executor = LazyExecutor(config.max_num_requests, config.max_step_tokens, num_blocks, failing_step)
     ticks = itertools.count()
-    return Engine(scheduler, executor, overlap=overlap, clock=clock or (lambda: float(next(ticks)))), executor
+    return Engine(scheduler, executor, depth=scheduler.max_under_way, clock=clock or (lambda: float(next(ticks)))), executor
 
 
 def request(name, prompt_len=9, emitted=(), **sampling):

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from sonar.config import CacheConfig, EngineConfig, SchedulerConfig
+from sonar.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from sonar.errors import ConfigError
 
 SIZE_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -29,11 +29,23 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * SIZE_UNITS[match[2]])
 
 
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Numbers of layers from "14,16".
+
+    Raises:
+        argparse.ArgumentTypeError: it is no such list.
+    """
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of layers a stage; write e.g. 14,16")
+    return tuple(int(part) for part in parts)
+
+
 class EngineFlag(NamedTuple):
     """One flag. section: which dataclass holds `field`. parse: `bool` makes it a switch that turns the field off."""
 
     option: str
-    section: Literal["engine", "cache", "scheduler"]
+    section: Literal["engine", "cache", "scheduler", "parallel"]
     field: str
     parse: Callable[[str], Any]
     help: str
@@ -56,6 +68,11 @@ FLAGS = (
         ("auto", "float32", "int8"),
     ),
     EngineFlag("--seed", "engine", "seed", int, "of dummy weights"),
+    EngineFlag("--tp", "parallel", "tp_size", int, "ranks (processes) that share every layer"),
+    EngineFlag("--pp", "parallel", "pp_size", int, "stages that share out the layers, of --tp ranks each"),
+    EngineFlag(
+        "--pp-layers", "parallel", "pp_layers", parse_layers, "layers of each stage, e.g. 14,16; empty: balanced"
+    ),
     EngineFlag("--block-size", "cache", "block_size", int, "tokens a KV block"),
     EngineFlag(
         "--kv-cache-memory", "cache", "memory_bytes", parse_size, "bytes, or e.g. 4GiB; 0: a share of what is free"
@@ -73,7 +90,7 @@ FLAGS = (
     ),
     EngineFlag("--no-overlap", "scheduler", "overlap", bool, "schedule a step only after the last one has ended"),
 )
-SECTIONS = {"engine": EngineConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+SECTIONS = {"engine": EngineConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig}
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +129,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
             model=args.model,
             cache=CacheConfig(**values["cache"]),
             scheduler=SchedulerConfig(**values["scheduler"]),
+            parallel=ParallelConfig(**values["parallel"]),
             **values["engine"],
         )
     except ConfigError as error:

@@ -12,7 +12,7 @@ import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 import torch
@@ -57,6 +57,7 @@ class RankGroups:
         store: rendezvous keys, for this incarnation alone. head: an address that every host reaches.
 
     Attributes:
+        own_host: address at which other ranks reach this host.
         tensor: None when tp_size is 1. pipeline: None when pp_size is 1.
 
     Raises:
@@ -67,8 +68,9 @@ class RankGroups:
         self.parallel = parallel
         self.placement = _exchange_placement(store, parallel)
         # torch reads the choice of interface from the environment alone.
-        interface = find_interface(head, self.placement)
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+        self.own_host, interface = find_interface(head, self.placement)
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.putenv(name, interface)
         is_gpu = device.type == "cuda"
         try:
             dist.init_process_group(
@@ -113,8 +115,15 @@ def _exchange_placement(store: Store, parallel: ParallelConfig) -> Placement:
     return Placement(tuple(store.get(f"host/{rank}").decode() for rank in range(parallel.world_size)))
 
 
-def find_interface(head: Address, placement: Placement) -> str:
-    """Name of the network interface to reach the other ranks by: loopback on one host, else the one towards the head.
+class Route(NamedTuple):
+    """An address of this host, and the network interface that has it."""
+
+    address: str
+    interface: str
+
+
+def find_interface(head: Address, placement: Placement) -> Route:
+    """What the other ranks reach this one by: loopback on one host, else what leads towards the head.
 
     Raises:
         RemoteError: no interface has the address by which the head is reached.
@@ -123,11 +132,11 @@ def find_interface(head: Address, placement: Placement) -> str:
         address.address.partition("%")[0]: name for name, found in psutil.net_if_addrs().items() for address in found
     }
     if placement.is_one_host and "127.0.0.1" in addresses:
-        return addresses["127.0.0.1"]
+        return Route("127.0.0.1", addresses["127.0.0.1"])
     family = socket.AF_INET6 if head.needs_ipv6 else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((head.host, head.port))  # no packet is sent: the kernel chooses the route
         own = probe.getsockname()[0].partition("%")[0]
     if own not in addresses:
         raise RemoteError(f"no interface has {own}, the address towards the head {head}")
-    return addresses[own]
+    return Route(own, addresses[own])

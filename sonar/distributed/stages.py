@@ -5,10 +5,41 @@ The first stage holds the embedding too, the last one the head. Called by the lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from sonar.config import ModelConfig, ParallelConfig
 from sonar.errors import ConfigError
+
+_LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
+_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
+
+
+class StageSizes(NamedTuple):
+    """Bytes of each layer, and of what the first and the last stage hold beside."""
+
+    layers: list[int]
+    first: int
+    last: int
+
+
+def measure_stages(config: ModelConfig, stored: Mapping[str, int]) -> StageSizes:
+    """From the bytes of the checkpoint's tensors by name; with none, layers and tables in the proportion of a dense
+    decoder's elements."""
+    if not stored:
+        heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        layer = config.hidden_size * (heads + 3 * config.intermediate_size)
+        table = config.hidden_size * config.vocab_size
+        return StageSizes([layer] * config.num_layers, table, table)
+    layers = [0] * config.num_layers
+    for name, size in stored.items():
+        found = _LAYER.match(name)
+        if found and int(found[1]) < config.num_layers:
+            layers[int(found[1])] += size
+    embedding = sum(stored.get(name, 0) for name in _EMBEDDINGS)
+    head = embedding if config.tie_word_embeddings else stored.get("lm_head.weight", embedding)
+    return StageSizes(layers, embedding, head)
 
 
 def plan_stages(

@@ -26,6 +26,10 @@ class CacheGroup:
     def __post_init__(self) -> None:
         assert (self.window > 0) == (self.kind is LayerKind.SLIDING), f"window={self.window} of a {self.kind} group"
 
+    def within(self, layers: range) -> CacheGroup:
+        """The group with those of its layers that a pipeline stage computes, maybe none."""
+        return CacheGroup(self.kind, tuple(layer for layer in self.layers if layer in layers), self.window)
+
     def first_block(self, position: int, block_size: int) -> int:
         """Index of the oldest block that computing the token at `position`, or any later one, may read."""
         if self.kind is LayerKind.FULL:

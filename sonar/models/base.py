@@ -69,3 +69,7 @@ class WeightSource(Protocol):
     def unread(self) -> list[str]:
         """Tensors of the checkpoint that nothing asked for."""
         ...
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each tensor as stored; empty when nothing is stored."""
+        ...

@@ -36,7 +36,7 @@ from sonar.scheduler.step_plan import RunningStep, StepPlan, make_batch
 from sonar.scheduler.totals import Totals
 from sonar.scheduler.waiting_queue import WaitingQueue
 
-_MAX_UNDER_WAY = 2
+_OVERLAPPED = 2
 # Blocks an admission leaves to requests that run already, as a share of each pool: without it a full cache admits a
 # request only to preempt it at the next block that one of them needs.
 _SPARE_SHARE = 0.01
@@ -50,18 +50,28 @@ class Scheduler:
         limits: what the model allows.
         cache: for this scheduler alone.
         incarnation: of the replica, put on every message.
+        num_stages: of a pipeline. With more than one, a request decodes in one step under way alone and the requests
+            are shared out over as many steps, so that every stage has work.
 
     Attributes:
         totals: counters since the incarnation began.
+        max_under_way: steps that `schedule` hands out before the first one's result.
     """
 
     def __init__(
-        self, config: SchedulerConfig, limits: RequestLimits, cache: KVCacheManager, incarnation: int = 0
+        self,
+        config: SchedulerConfig,
+        limits: RequestLimits,
+        cache: KVCacheManager,
+        incarnation: int = 0,
+        num_stages: int = 1,
     ) -> None:
         self._config = config
         self._limits = limits
         self._cache = cache
         self._incarnation = incarnation
+        self._num_stages = num_stages
+        self.max_under_way = num_stages if num_stages > 1 else _OVERLAPPED if config.overlap else 1
         self._requests: dict[RequestId, Request] = {}
         self._waiting = WaitingQueue(config.max_waiting)
         self._running: list[Request] = []
@@ -128,7 +138,7 @@ class Scheduler:
             the batch, to be executed after all earlier ones; None when nothing can be computed before a result, a
             new request or (with transfers) a block comes in.
         """
-        if len(self._under_way) >= (_MAX_UNDER_WAY if self._config.overlap else 1):
+        if len(self._under_way) >= self.max_under_way:
             return None
         plan = StepPlan(self._config.max_step_tokens)
         self._plan_chunks(plan, self._plan_decodes(plan))
@@ -216,7 +226,8 @@ class Scheduler:
         """Plans one token of each request that has all its known tokens computed but the last; returns the others."""
         behind = []
         decodes = plan.decodes
-        for request in tuple(self._running):
+        running = tuple(self._running) if self._num_stages == 1 else self._stage_share()
+        for request in running:
             total = request.num_total
             if request.status is not RequestStatus.RUNNING:
                 continue  # lost its blocks to one before it in this very loop
@@ -227,6 +238,14 @@ class Scheduler:
             ):
                 decodes.append(request)
         return behind
+
+    def _stage_share(self) -> tuple[Request, ...]:
+        """Of the running requests those that a step of a pipeline may take: all that are behind, and of the ones that
+        decode, none whose token is still to come, and no more than leave some for the other stages."""
+        decoding = [r for r in self._running if r.num_computed >= len(r.token_ids) - 1]
+        known = [r for r in decoding if r.num_total == len(r.token_ids)]
+        share = set(known[: -(-len(decoding) // self._num_stages)])
+        return tuple(r for r in self._running if r in share or r.num_computed < len(r.token_ids) - 1)
 
     def _plan_chunks(self, plan: StepPlan, behind: list[Request]) -> None:
         """Plans what the budget allows of requests whose known tokens are not all computed."""

@@ -57,6 +57,10 @@ class DummyWeights:
         """Nothing."""
         return []
 
+    def sizes(self) -> dict[str, int]:
+        """Nothing."""
+        return {}
+
     def _normal(self, name: str, shape: tuple[int, ...]) -> Tensor:
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
         generator = torch.Generator(self._device).manual_seed(seed)

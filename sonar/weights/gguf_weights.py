@@ -63,6 +63,10 @@ class GGUFWeights:
         """Tensors that nothing asked for, by Hugging Face's names where they have one."""
         return [self._names.to_hf(name) for name in self._file.tensors if name not in self._read]
 
+    def sizes(self) -> dict[str, int]:
+        """See `WeightSource.sizes`."""
+        return {self._names.to_hf(name): tensor.size_bytes for name, tensor in self._file.tensors.items()}
+
     def _find(self, name: str, shape: tuple[int, ...]) -> GGUFTensor:
         """The table's entry, checked."""
         gguf_name = self._names.to_gguf(name)

@@ -63,6 +63,11 @@ class SafetensorsWeights:
         """Tensors of the text model that nothing asked for."""
         return [name for name in self._stored if name not in self._read]
 
+    def sizes(self) -> dict[str, int]:
+        """See `WeightSource.sizes`."""
+        entries = {name: file.tensors[stored] for name, (file, stored) in self._stored.items()}
+        return {name: entry.end - entry.start for name, entry in entries.items()}
+
     def _canonical_name(self, name: str, is_multimodal: bool) -> str | None:
         """The name within a text-only model; None for what belongs to the vision part."""
         if is_multimodal:

@@ -64,6 +64,10 @@ class ShardedWeights:
         """Tensors of the checkpoint that nothing asked for."""
         return self._source.unread()
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each whole tensor as stored."""
+        return self._source.sizes()
+
     def _take_columns(self, name: str, matrix: Matrix, span: Span) -> Matrix:
         if isinstance(matrix, PlainMatrix):
             return PlainMatrix(matrix.weight_NK[:, span.start : span.stop].contiguous())

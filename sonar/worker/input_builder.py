@@ -133,23 +133,21 @@ class _DecodeRun:
         """Metadata of every layer; `last` is that of the step before."""
         tables, num_columns = self._slots.block_tables, -(-self._max_seq_len // self._cache.layout.block_size)
         groups = self._cache.group_of_layer
-        made = []
-        for group in range(tables.num_groups):
+        made: dict[int, AttentionMetadata] = {}
+        for group in dict.fromkeys(groups):  # a pipeline stage may have layers of some groups alone
             before = last[groups.index(group)]
             table_RB = before.block_table_RB
             if has_new_blocks or num_columns > table_RB.shape[1]:
                 table_RB = tables.gather(group, self._slot_ids, self._slots_R, num_columns)
-            made.append(
-                AttentionMetadata(
-                    block_table_RB=table_RB,
-                    slot_mapping_T=views[_MAPPING + group],
-                    query_start_R1=before.query_start_R1,
-                    seq_lens_R=views[-1],
-                    num_decodes=before.num_decodes,
-                    max_query_len=1,
-                    max_seq_len=self._max_seq_len,
-                )
+            made[group] = AttentionMetadata(
+                block_table_RB=table_RB,
+                slot_mapping_T=views[_MAPPING + group],
+                query_start_R1=before.query_start_R1,
+                seq_lens_R=views[-1],
+                num_decodes=before.num_decodes,
+                max_query_len=1,
+                max_seq_len=self._max_seq_len,
             )
         if len(made) == 1:
-            return (made[0],) * len(groups)
+            return (made[groups[0]],) * len(groups)
         return tuple([made[group] for group in groups])

@@ -24,7 +24,8 @@ class CacheLayout:
     """The shape of a rank's cache.
 
     Attributes:
-        groups: in the order by which messages number them (`sonar.kvcache.groups.cache_groups`).
+        groups: in the order by which messages number them (`sonar.kvcache.groups.cache_groups`), with the layers of
+            this rank's pipeline stage, of which a group may have none.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -35,9 +36,9 @@ class CacheLayout:
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
-        """Group index of every layer."""
+        """Group index of every layer of this rank, in the order of the layers."""
         owner = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
-        return tuple(owner[layer] for layer in range(len(owner)))
+        return tuple(owner[layer] for layer in sorted(owner))
 
     @property
     def token_bytes(self) -> int:

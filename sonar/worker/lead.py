@@ -14,11 +14,12 @@ import time
 import traceback
 from collections.abc import Callable
 from types import FrameType
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 
 from sonar.config import EngineConfig
+from sonar.distributed.rank_link import RankLink, RankSpec
 from sonar.errors import ConfigError, SonarError, UserError
 from sonar.messages import Fault, HeadToLead, LeadHello, LeadReady, LoadProgress
 from sonar.process import EXIT_USER_ERROR
@@ -34,7 +35,7 @@ PROGRESS_INTERVAL_S = 0.1
 
 
 class LeadSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a lead is started with; made by its agent, on the same host.
+    """All that a lead, or another rank, is started with; made by its agent, on the same host.
 
     Attributes:
         engine_entry: "module:function" that builds the engine (see `EngineBuilder`).
@@ -88,8 +89,10 @@ class EngineBuilder(Protocol):
     """Builds an engine; raises `UserError` for what the same start would meet again."""
 
     def __call__(
-        self, config: EngineConfig, progress: Callable[[str, int, int], None], *, incarnation: int
-    ) -> Built: ...
+        self, config: EngineConfig, progress: Callable[[str, int, int], None], *, incarnation: int, **more: Any
+    ) -> Built:
+        """more: `link`, a `RankLink`, when the replica has more ranks than one."""
+        ...
 
 
 class _TermFlag:
@@ -128,9 +131,7 @@ def main(spec: LeadSpec) -> int:
     flag = _TermFlag()
     signal.signal(signal.SIGTERM, flag.on_signal)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the head's to handle
-    if spec.rank != 0:
-        logger.error("rank %d: a replica of several ranks cannot be led by this process", spec.rank)
-        return EXIT_USER_ERROR
+    assert spec.rank == 0, f"rank {spec.rank} leads no replica"
     peer = PeerId(PeerKind.LEAD, spec.replica_id, spec.incarnation)
     link = Client(Address(spec.head_host, spec.head_port), spec.token, peer, HeadToLead)
     try:
@@ -148,7 +149,9 @@ def _serve(spec: LeadSpec, link: Client, flag: _TermFlag) -> int:
     try:
         link.send(hello)
         report = _ProgressReport(link, spec.incarnation)
-        built = load_builder(spec.engine_entry)(spec.engine_config, report, incarnation=spec.incarnation)
+        # A link of its own: the store is asked by torch's threads too.
+        more = {"link": RankLink(rank_spec(spec))} if spec.engine_config.parallel.world_size > 1 else {}
+        built = load_builder(spec.engine_entry)(spec.engine_config, report, incarnation=spec.incarnation, **more)
         ready = _ready_message(spec, built)
         flag.is_serving = True
         link.send(ready)
@@ -164,6 +167,19 @@ def _serve(spec: LeadSpec, link: Client, flag: _TermFlag) -> int:
     link.close()
     built.engine.close()
     return 0
+
+
+def rank_spec(spec: LeadSpec) -> RankSpec:
+    """The part of a spec by which a rank meets the others."""
+    return RankSpec(
+        head_host=spec.head_host,
+        head_port=spec.head_port,
+        token=spec.token,
+        replica_id=spec.replica_id,
+        incarnation=spec.incarnation,
+        rank=spec.rank,
+        world_size=spec.engine_config.parallel.world_size,
+    )
 
 
 def load_builder(entry: str) -> EngineBuilder:

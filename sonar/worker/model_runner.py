@@ -19,15 +19,17 @@ from torch import Tensor
 
 from sonar.messages import StepBatch, StepResult
 from sonar.models.base import Model
-from sonar.ops.table import SampleFn
+from sonar.ops.table import SampleFn, TensorParallel
 from sonar.worker.cuda_graphs import DecodeGraphs
 from sonar.worker.draw_plan import Vocabulary
 from sonar.worker.input_builder import InputBuilder
 from sonar.worker.inputs import PromptRows, StepInputs
 from sonar.worker.kv_cache import KVCache
 from sonar.worker.logprobs import TokenLogprobs, normalize, score
+from sonar.worker.pipeline_stage import PipelineStage
 from sonar.worker.results import PendingResult, PromptScores, StepOutcome
 from sonar.worker.sampler import Sampler
+from sonar.worker.shared_sampler import SharedSampler
 from sonar.worker.slots import SlotTable
 from sonar.worker.step_thread import RunningCall, StepThread
 
@@ -43,6 +45,8 @@ class RunnerParts:
     Attributes:
         threads: CPU threads torch may use in the runner's thread; 0 leaves torch's own choice.
         is_capturable: the ops may be captured in CUDA graphs; `ModelRunner.prepare` then does so for decode steps.
+        parallel: the ranks that hold the other columns of the logits. stage: this rank's place in a pipeline.
+        max_under_way: steps that may be submitted before the first is done.
     """
 
     model: Model
@@ -53,6 +57,9 @@ class RunnerParts:
     device: torch.device
     threads: int = 0
     is_capturable: bool = False
+    parallel: TensorParallel | None = None
+    stage: PipelineStage | None = None
+    max_under_way: int = MAX_UNDER_WAY
 
 
 class RunningStep:
@@ -60,6 +67,16 @@ class RunningStep:
 
     def __init__(self, call: RunningCall[PendingResult]) -> None:
         self._call = call
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank's thread is done with the step."""
+        return self._call.is_done
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank's part raised: `result` does."""
+        return self._call.error is not None
 
     def result(self) -> StepResult:
         """Waits for the step; raises what it raised. Once only."""
@@ -72,11 +89,16 @@ class ModelRunner:
     def __init__(self, parts: RunnerParts) -> None:
         self._parts = parts
         self._inputs = InputBuilder(parts.slots, parts.cache, parts.device)
-        self._sampler = Sampler(parts.slots, parts.sample, parts.vocabulary, parts.device)
+        self._sampler = _make_sampler(parts)
         self._thread = StepThread("model-runner", partial(_enter_thread, parts.device, parts.threads))
         self._under_way: deque[RunningCall[PendingResult]] = deque()
         self._failed: BaseException | None = None
         self._graphs: DecodeGraphs | None = None
+
+    @property
+    def max_under_way(self) -> int:
+        """Steps that may be submitted before the first is done."""
+        return self._parts.max_under_way
 
     def prepare(self) -> None:
         """Captures what can be captured, before the first step; waits for it. Raises what that raised."""
@@ -88,7 +110,8 @@ class ModelRunner:
         may be half changed."""
         while self._under_way and self._under_way[0].is_done:
             self._under_way.popleft()
-        assert len(self._under_way) < MAX_UNDER_WAY, f"step {batch.step}: {MAX_UNDER_WAY} steps are under way"
+        most = self._parts.max_under_way
+        assert len(self._under_way) < most, f"step {batch.step}: {most} steps are under way"
         call = self._thread.submit(partial(self._run, batch))
         self._under_way.append(call)
         return RunningStep(call)
@@ -124,12 +147,19 @@ class ModelRunner:
             raise
 
     def _compute(self, batch: StepBatch) -> StepOutcome:
-        parts = self._parts
+        parts, stage = self._parts, self._parts.stage
+        if stage is not None:
+            stage.settle(batch)
         parts.slots.apply(batch)
         parts.cache.copy(batch.copies)
         if not batch.slots:
             return StepOutcome(batch.step, 0, None, None, None, None)
         inputs = self._inputs.build(batch)
+        if stage is not None:
+            inputs = inputs._replace(forward=stage.with_hidden(inputs.forward))
+            if not stage.is_last:
+                stage.pass_on(parts.model.forward(inputs.forward), batch, inputs.write_S)
+                return StepOutcome(batch.step, 0, None, None, None, None)
         num_sampled = len(inputs.sampled_slots)
         # Planned before the forward pass, so that a GPU has its settings before it has its logits.
         plan = self._sampler.plan(inputs.sampled_slots, inputs.sampled_positions) if num_sampled else None
@@ -138,7 +168,11 @@ class ModelRunner:
         if plan is None or logits_SV is None:
             return StepOutcome(batch.step, 0, None, None, None, prompt)
         drawn = self._sampler.draw(logits_SV, plan, inputs.write_S)
-        return StepOutcome(batch.step, num_sampled, drawn.token_S, plan.composition.logprobs, drawn.logprobs, prompt)
+        if stage is not None:
+            stage.send_tokens(drawn.token_S)
+        # Tensor-parallel ranks but the first have no log-probabilities to report.
+        asked = None if drawn.logprobs is None else plan.composition.logprobs
+        return StepOutcome(batch.step, num_sampled, drawn.token_S, asked, drawn.logprobs, prompt)
 
     def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
         """Hidden states of all rows, and logits of the sampled ones."""
@@ -152,14 +186,17 @@ class ModelRunner:
             return hidden_TD, None
         return hidden_TD, model.logits(hidden_TD.index_select(0, inputs.sampled_rows_S))
 
-    def _score_prompt(self, hidden_TD: Tensor, prompt: PromptRows) -> PromptScores:
+    def _score_prompt(self, hidden_TD: Tensor, prompt: PromptRows) -> PromptScores | None:
         slots = self._parts.slots
         alternatives = [slots.settings(slot).prompt_logprobs or 0 for slot in prompt.slots]
         targets_Q = slots.history.read(prompt.targets_Q)
-        pieces = [
-            score(normalize(self._parts.model.logits(hidden_TD.index_select(0, rows))), targets, max(alternatives))
-            for rows, targets in zip(torch.split(prompt.rows_Q, _PROMPT_ROWS), torch.split(targets_Q, _PROMPT_ROWS))
-        ]
+        pieces = []
+        for rows, targets in zip(torch.split(prompt.rows_Q, _PROMPT_ROWS), torch.split(targets_Q, _PROMPT_ROWS)):
+            logits_QV = self._sampler.whole(self._parts.model.logits(hidden_TD.index_select(0, rows)))
+            if logits_QV is not None:
+                pieces.append(score(normalize(logits_QV), targets, max(alternatives)))
+        if not pieces:
+            return None  # the first tensor-parallel rank has them
         scored = TokenLogprobs(*(torch.cat(columns) for columns in zip(*pieces)))
         return PromptScores(prompt.slots, prompt.counts, alternatives, scored)
 
@@ -170,3 +207,10 @@ def _enter_thread(device: torch.device, threads: int) -> None:
         torch.cuda.set_device(device)
     if threads:
         torch.set_num_threads(threads)
+
+
+def _make_sampler(parts: RunnerParts) -> Sampler | SharedSampler:
+    sampler = Sampler(parts.slots, parts.sample, parts.vocabulary, parts.device)
+    if parts.parallel is None:
+        return sampler
+    return SharedSampler(sampler, parts.slots, parts.sample, parts.vocabulary.size, parts.parallel)

@@ -58,6 +58,10 @@ class Sampler:
         self._latest = plan_draw(composition, positions, self._slots, self._device)
         return self._latest
 
+    def whole(self, logits_SV: Tensor) -> Tensor | None:
+        """The logits over the whole vocabulary; None where another rank has them (`SharedSampler`)."""
+        return logits_SV
+
     def draw(self, logits_SV: Tensor, plan: DrawPlan, write_S: Tensor) -> Drawn:
         """Draws, and writes the tokens into the history, where the next step finds them.
 

@@ -48,9 +48,9 @@ class SharedSampler:
     def whole(self, logits_SV: Tensor) -> Tensor | None:
         return self._parallel.gather_columns(logits_SV, self._vocab_size)
 
-    def draw(self, logits_SV: Tensor, plan: DrawPlan, write_S: Tensor) -> Drawn:
+    def draw(self, logits_SV: Tensor, plan: DrawPlan, write_S: Tensor, greedy_S: Tensor | None = None) -> Drawn:
         if _needs_no_other_column(plan):
-            token_S = self._draw_apart(logits_SV, plan.sampling)
+            token_S = self._draw_apart(logits_SV, plan.sampling, greedy_S)
             self._slots.history.write(write_S, token_S)
             return Drawn(token_S, None)
         whole_SV = self.whole(logits_SV)
@@ -63,9 +63,10 @@ class SharedSampler:
         self._slots.history.write(write_S, token_S)
         return Drawn(token_S, None)
 
-    def _draw_apart(self, logits_SV: Tensor, sampling: SamplingTensors) -> Tensor:
+    def _draw_apart(self, logits_SV: Tensor, sampling: SamplingTensors, greedy_S: Tensor | None) -> Tensor:
+        """greedy_S: the likeliest of this rank's columns, where the forward pass has found it already."""
         if sampling.all_greedy:
-            token_S = self._sample(logits_SV, sampling)
+            token_S = self._sample(logits_SV, sampling) if greedy_S is None else greedy_S
             value_S = logits_SV.gather(1, token_S.unsqueeze(1)).squeeze(1)
         else:
             token_S, value_S = self._draw_with_noise(logits_SV, sampling)
