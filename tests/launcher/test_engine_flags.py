@@ -14,7 +14,7 @@ from sonar.config import EngineConfig
 from sonar.errors import ConfigError
 
 # Set by position, by composition, or by the parts that place ranks.
-WITHOUT_FLAG = {"model", "cache", "scheduler", "parallel"}
+WITHOUT_FLAG = {"model", "cache", "scheduler", "parallel", "rank"}
 
 
 def parse(*arguments: str) -> EngineConfig:
