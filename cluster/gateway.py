@@ -18,7 +18,9 @@ from sonar.sampling_params import SamplingParams
 class GenerateRequest:
     """One sequence to generate: `sampling.n` is 1 and `sampling.seed` is set.
 
-    session: requests of one session prefer one replica, whose cache knows them; empty = none."""
+    session: requests of one session prefer one replica, whose cache knows them; empty = none.
+    emitted_token_ids: of a request that an earlier head accepted, what it has drawn; the output goes on after them. None
+    for a new request."""
 
     request_id: str
     model: str
@@ -28,6 +30,7 @@ class GenerateRequest:
     cache_salt: str = ""
     arrival_s: float = 0.0
     session: str = ""
+    emitted_token_ids: list[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ class HeadGateway:
         return self._models()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenEvent]:
-        stream = self._table.open(request)
+        # What an earlier head accepted is not refused for want of room in the queue.
+        stream = self._table.open(request, ignore_limit=request.emitted_token_ids is not None)
         try:
             while True:
                 event = await stream.next()

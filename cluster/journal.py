@@ -1,7 +1,8 @@
 """The journal of requests: what was asked, what has been handed out, and who computes it now.
 
-What it holds is all that a request needs to go on elsewhere. In memory here; the contract is small so that an embedded
-database or a store shared by heads can stand behind it. Called by `cluster.requests`.
+What it holds is all that a request needs to go on elsewhere, for as long as its head lives. What has to outlive the head
+is an answer with all its sequences, in the order in which their tokens were sent: `cluster.answer_journal` keeps that, and
+a head that is started again admits the sequences with what they had emitted. Called by `cluster.requests`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Journal(Protocol):
     """Keeper of open requests."""
 
     def admit(self, request: GenerateRequest) -> JournalEntry:
-        """Writes a new request down, before anything else is done for it."""
+        """Writes a request down, with what an earlier head had emitted, before anything else is done for it."""
         ...
 
     def assign(self, entry: JournalEntry, replica_id: str, incarnation: int) -> None:
@@ -69,7 +70,7 @@ class MemoryJournal:
         self._next_number = 0
 
     def admit(self, request: GenerateRequest) -> JournalEntry:
-        entry = JournalEntry(self._next_number, request)
+        entry = JournalEntry(self._next_number, request, list(request.emitted_token_ids or ()))
         self._entries[entry.number] = entry
         self._next_number += 1
         return entry

@@ -96,6 +96,7 @@ class RequestTable:
         self.counters.accepted += 1
         entry = self._journal.admit(request)
         opened = OpenRequest(entry, config.name, RequestStream(), self._clock())
+        opened.has_prompt_news = bool(entry.emitted_token_ids)
         self._open[request.request_id] = opened
         self._dispatcher.put(opened, self._clock())
         self._dispatcher.run(config.name)

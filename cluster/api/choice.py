@@ -26,12 +26,14 @@ class Piece:
         text: to show now; may lag behind the tokens (half a character, the start of a stop string).
         token_ids: the event's counted tokens. logprobs: parallel to them, or empty.
         finish: set in the last piece.
+        event: what it was made of.
     """
 
     text: str
     token_ids: Sequence[int]
     logprobs: list[list[Logprob]] = field(default_factory=list)
     finish: FinishReason | None = None
+    event: TokenEvent | None = None
 
 
 class Choice:
@@ -79,7 +81,7 @@ class Choice:
         for entries in logprobs:
             self.cumulative_logprob += entries[0].logprob
         self.num_tokens += len(token_ids)
-        return Piece(delta.text, token_ids, logprobs, self.finish)
+        return Piece(delta.text, token_ids, logprobs, self.finish, event)
 
 
 def _refusal(event: TokenEvent) -> Exception:
