@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry
 from cluster.config import ClusterConfig
 from cluster.control import ControlPlane
 from cluster.events import DeploymentApplied, NodeGone
+from cluster.garbage import avoid_collection_pauses
 from cluster.gateway import Gateway
 from cluster.head_gateway import HeadGateway, served_models
 from cluster.http_server import HttpServer, bind_http
@@ -247,6 +248,8 @@ def run_head(
     exit_when_failed: bool = False,
 ) -> HeadResult:
     """Runs a head in this process until SIGTERM, SIGINT or a failure; see `Head`. Call it from the main thread."""
+
+    avoid_collection_pauses()
 
     async def serve() -> HeadResult:
         head = Head(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
+from cluster.garbage import avoid_collection_pauses
 from cluster.sim.agent import LoadTimes
 from cluster.sim.simulation import SimConfig, Simulation
 
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
         heartbeat_s=args.heartbeat_s,
         seed=args.seed,
     )
+    avoid_collection_pauses()
     with tempfile.TemporaryDirectory(prefix="sonar-sim-") as folder:
         try:
             with closing(Simulation(config, Path(folder), lambda text: print(text, file=sys.stderr))) as simulation:
