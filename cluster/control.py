@@ -7,6 +7,7 @@ waits. Does not know HTTP or processes. Made by the head.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, assert_never
@@ -35,6 +36,7 @@ from cluster.events import (
     NodeGone,
     NodeLeaving,
     NodeRegistered,
+    PeersReached,
     StopRequested,
     Tick,
 )
@@ -43,6 +45,7 @@ from cluster.messages import (
     AgentToHead,
     Heartbeat,
     Leaving,
+    PeersProbed,
     Register,
     Shutdown,
     StartFailed,
@@ -51,11 +54,12 @@ from cluster.messages import (
     WorkerStarted,
 )
 from cluster.operators import OperatorDesk
+from cluster.preflight import joining_findings
 from cluster.records import ReplicaState
 from cluster.rendezvous import Rendezvous
 from cluster.requests import RequestTable
 from cluster.state import ClusterState
-from cluster.status import ClusterStatus, cluster_status
+from cluster.status import ClusterStatus, cluster_status, node_status
 from cluster.store.contract import Store
 from sonar.messages import Drain, Fault, HeadToLead, KVEvents, LeadStats, LeadToHead, Pong, RankToHead, Tokens
 from sonar.transport import DropReason, PeerId, PeerKind, TransportCounters
@@ -104,9 +108,10 @@ class ControlPlane:
         self.state = ClusterState(config.timeouts, config.restart, versions, self._incarnation_ceiling, config.nodes)
         self.table = RequestTable(MemoryJournal(), self, clock)
         self.rendezvous = Rendezvous()
-        self._operators = OperatorDesk(self.state, self.feed, self.status)
+        self._operators = OperatorDesk(self.state, self.feed, self.status, versions)
         self._store = store
         self._clock = clock
+        self._versions = versions
         self._next_table_tick_s = 0.0
 
     def open(self) -> None:
@@ -177,19 +182,30 @@ class ControlPlane:
         match message:
             case Register():
                 if message.node_id == peer.name:
-                    self.feed(NodeRegistered(peer.generation, message))
+                    skew_s = message.unix_s - time.time() if message.unix_s else 0.0
+                    self.feed(NodeRegistered(peer.generation, message, skew_s))
+                    self._warn_of(message.node_id)
                 else:
                     self._drop(DropReason.UNKNOWN_PEER)
             case Heartbeat(running=running):
                 self.feed(AgentSpoke(peer.name, peer.generation, tuple(running)))
             case WorkerStarted() | StartFailed() | WorkerExited():
                 self.feed(AgentReported(peer.name, peer.generation, message))
+            case PeersProbed(number=number, seconds=seconds):
+                self.feed(PeersReached(peer.name, peer.generation, number, seconds))
             case WantsToLeave():
                 self.feed(NodeLeaving(peer.name, peer.generation))
             case Leaving(reason=reason):
                 self.feed(NodeGone(peer.name, peer.generation, f"its agent left: {reason}"))
             case _:
                 assert_never(message)
+
+    def _warn_of(self, node_id: str) -> None:
+        """What is odd about a host is said when it joins, before weights load."""
+        node = self.state.nodes.get(node_id)
+        if node is not None:
+            for finding in joining_findings(node_status(node, self._clock()), self._versions):
+                logger.warning("preflight: %s", finding)
 
     def _from_lead(self, peer: PeerId, message: LeadToHead) -> None:
         """Only the connection's own, present incarnation is listened to."""

@@ -29,10 +29,11 @@ class DeploymentRemoved:
 
 @dataclass(frozen=True)
 class NodeRegistered:
-    """An agent said hello. agent_id: number of that start of the agent."""
+    """An agent said hello. agent_id: number of that start of the agent. skew_s: its clock less the head's."""
 
     agent_id: int
     register: Register
+    skew_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,23 @@ class FailureExplained:
 
 
 @dataclass(frozen=True)
+class ProbeRequested:
+    """An operator wants to know which hosts reach which. number: tells one such round from another."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class PeersReached:
+    """A node's part of a round. seconds: see `PeersProbed`."""
+
+    node_id: str
+    agent_id: int
+    number: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
 class NodeLeaving:
     """An agent was told to end (its host goes away): no work for it, and what runs there drains."""
 
@@ -115,6 +133,8 @@ Event = (
     | AgentReported
     | NodeGone
     | NodeLeaving
+    | ProbeRequested
+    | PeersReached
     | LeadSpoke
     | FailureExplained
     | NodeDrainRequested

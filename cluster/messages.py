@@ -35,7 +35,8 @@ class HardwareFacts(msgspec.Struct, frozen=True, kw_only=True):
         boot_id: changes with each boot; equal on two agents of one machine.
         cpu_cores: by affinity and cgroup quota. memory_bytes: of the host or the cgroup, whichever is less.
         addresses: "interface=address" of each interface that is up.
-        interface, address: those that lead to the head, for all traffic between hosts.
+        interface, address: those that lead to the head, for all traffic between hosts. mtu: of that interface.
+        disk_free_bytes: where the agent keeps logs.
     """
 
     hostname: str
@@ -48,6 +49,8 @@ class HardwareFacts(msgspec.Struct, frozen=True, kw_only=True):
     addresses: list[str]
     interface: str = ""
     address: str = ""
+    mtu: int = 0
+    disk_free_bytes: int = 0
 
 
 class WorkerRef(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -77,6 +80,7 @@ class Register(_Message, frozen=True, kw_only=True):
         protocol: `sonar.transport.PROTOCOL_VERSION`; first, and never moved, so that skew can be named.
         versions: package -> version, "sonar" and "python" among them.
         running: workers that live on this host under this agent.
+        unix_s: this host's clock.
     """
 
     protocol: int
@@ -85,6 +89,7 @@ class Register(_Message, frozen=True, kw_only=True):
     versions: dict[str, str]
     hardware: HardwareFacts
     running: list[RunningWorker] = []
+    unix_s: float = 0.0
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
@@ -130,6 +135,13 @@ class WorkerExited(_Message, frozen=True, kw_only=True):
     was_asked: bool
 
 
+class PeersProbed(_Message, frozen=True, kw_only=True):
+    """Agent -> head: answer to `ProbePeers` of that number. seconds: node id -> until it answered; -1: it did not."""
+
+    number: int
+    seconds: dict[str, float]
+
+
 class WantsToLeave(_Message, frozen=True, kw_only=True):
     """Agent -> head: its host is to be free soon; no answer. The head drains what runs there, starts nothing."""
 
@@ -140,7 +152,7 @@ class Leaving(_Message, frozen=True, kw_only=True):
     reason: str
 
 
-AgentToHead = Register | Heartbeat | WorkerStarted | StartFailed | WorkerExited | WantsToLeave | Leaving
+AgentToHead = Register | Heartbeat | WorkerStarted | StartFailed | WorkerExited | PeersProbed | WantsToLeave | Leaving
 
 
 # --- head -> agent --------------------------------------------------------------------------------------------------
@@ -198,10 +210,17 @@ class KillReplica(_Message, frozen=True, kw_only=True):
     dump_stacks: bool = False
 
 
+class ProbePeers(_Message, frozen=True, kw_only=True):
+    """Head -> agent: try to reach these hosts directly. Answered by `PeersProbed`. peers: node id -> address."""
+
+    number: int
+    peers: dict[str, str]
+
+
 class Shutdown(_Message, frozen=True, kw_only=True):
     """Head -> agent: stop all workers (SIGTERM, `grace_s`, SIGKILL), answer `Leaving`, end."""
 
     grace_s: float
 
 
-HeadToAgent = Registered | Refused | RegisterAgain | StartWorker | StopWorker | KillReplica | Shutdown
+HeadToAgent = Registered | Refused | RegisterAgain | StartWorker | StopWorker | KillReplica | ProbePeers | Shutdown

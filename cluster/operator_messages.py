@@ -42,16 +42,25 @@ class RemoveDeployment(_Message, frozen=True, kw_only=True):
     name: str
 
 
-OperatorToHead = StatusAsked | DrainNode | ScaleDeployment | RemoveDeployment
+class ProbeAsked(_Message, frozen=True, kw_only=True):
+    """Operator -> head: have every node try every other. Answered by `Accepted`; the results are in the status, under
+    this number."""
+
+    number: int
+
+
+OperatorToHead = StatusAsked | ProbeAsked | DrainNode | ScaleDeployment | RemoveDeployment
 
 
 # --- head -> operator -----------------------------------------------------------------------------------------------
 
 
 class StatusAnswer(_Message, frozen=True, kw_only=True):
-    """Head -> operator: everything at one moment."""
+    """Head -> operator: everything at one moment. versions, unix_s: the head's own packages and clock."""
 
     status: ClusterStatus
+    versions: dict[str, str]
+    unix_s: float
 
 
 class Accepted(_Message, frozen=True, kw_only=True):

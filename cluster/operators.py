@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import assert_never
 
-from cluster.events import DeploymentApplied, DeploymentRemoved, Event, NodeDrainRequested
+from cluster.events import DeploymentApplied, DeploymentRemoved, Event, NodeDrainRequested, ProbeRequested
 from cluster.operator_messages import (
     Accepted,
     Declined,
     DrainNode,
     HeadToOperator,
     OperatorToHead,
+    ProbeAsked,
     RemoveDeployment,
     ScaleDeployment,
     StatusAnswer,
@@ -34,19 +36,29 @@ class OperatorDesk:
     """Answers operators.
 
     Args:
-        feed: takes an event in. status: a snapshot of now.
+        feed: takes an event in. status: a snapshot of now. versions: the head's own.
     """
 
-    def __init__(self, state: ClusterState, feed: Callable[[Event], None], status: Callable[[], ClusterStatus]) -> None:
+    def __init__(
+        self,
+        state: ClusterState,
+        feed: Callable[[Event], None],
+        status: Callable[[], ClusterStatus],
+        versions: Mapping[str, str],
+    ) -> None:
         self._state = state
         self._feed = feed
         self._status = status
+        self._versions = dict(versions)
 
     def answer(self, message: OperatorToHead) -> HeadToOperator:
         """Does what was asked, or says why not."""
         match message:
             case StatusAsked():
-                return StatusAnswer(status=self._status())
+                return StatusAnswer(status=self._status(), versions=self._versions, unix_s=time.time())
+            case ProbeAsked(number=number):
+                self._feed(ProbeRequested(number))
+                return Accepted(text=f"{len(self._state.nodes_here)} nodes try each other")
             case _ if self._state.is_stopping:
                 return Declined(reason="the head is stopping")
             case DrainNode(node_id=node_id, drain=drain):

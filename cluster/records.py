@@ -55,6 +55,8 @@ class NodeRecord:
         assigned: devices of the ranks of present incarnations that were placed there and are not known to have ended.
             Changed by `assign` and `release` only, held by `hold` and `release`.
         running: of these, the workers reported as running.
+        clock_skew_s: of its clock against the head's, when it joined.
+        probe_number, reach: last round of probes it answered, and what it found (see `PeersProbed`).
         held: devices of workers whose incarnation is over but whose exit was not reported; nothing is placed on them,
             and the agent is told to kill them again at kill_again_s.
     """
@@ -68,6 +70,9 @@ class NodeRecord:
     state: NodeState = NodeState.UP
     is_drained: bool = False
     is_leaving: bool = False
+    clock_skew_s: float = 0.0
+    probe_number: int = 0
+    reach: dict[str, float] = field(default_factory=dict)
     note: str = ""
     assigned: dict[WorkerRef, tuple[int, ...]] = field(default_factory=dict)
     running: set[WorkerRef] = field(default_factory=set)

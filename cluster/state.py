@@ -25,11 +25,14 @@ from cluster.events import (
     NodeGone,
     NodeLeaving,
     NodeRegistered,
+    PeersReached,
+    ProbeRequested,
     StopRequested,
     Tick,
 )
 from cluster.messages import (
     KillReplica,
+    ProbePeers,
     Refused,
     Register,
     RegisterAgain,
@@ -137,6 +140,12 @@ class ClusterState:
                     node.is_leaving = True
                     out.append(Announce(f"node {node.node_id} is leaving", is_failure=False))
                     self._vacate(node, out, now)
+            case ProbeRequested():
+                self._probe(event.number, out)
+            case PeersReached():
+                node = self.nodes.get(event.node_id)
+                if node is not None and node.agent_id == event.agent_id:
+                    node.probe_number, node.reach = event.number, event.seconds
             case StopRequested():
                 self.is_stopping = True
                 for replica in self.replicas.values():
@@ -160,6 +169,7 @@ class ClusterState:
         if old is not None and old.agent_id != agent_id:
             out.append(SendToAgent(node_id, old.agent_id, Refused(reason="another agent of this node took over")))
         node = NodeRecord(node_id, agent_id, register.hardware, register.versions, now, now)
+        node.clock_skew_s = event.skew_s
         if old is not None:
             node.is_drained, node.assigned = old.is_drained, old.assigned
         self.nodes[node_id] = node
@@ -267,6 +277,14 @@ class ClusterState:
         for replica, lost in self._assigned(node):
             end = End(f"node {node.node_id}: {reason}", is_failure=False)
             self._life.ranks_lost(replica, lost, end, out, now)
+
+    def _probe(self, number: int, out: list[Command]) -> None:
+        """Has every node try every other one; a node alone has nobody to try."""
+        addresses = {n.node_id: n.hardware.address for n in self.nodes.values() if n.state is NodeState.UP}
+        for node_id in addresses:
+            peers = {name: address for name, address in addresses.items() if name != node_id and address}
+            probe = ProbePeers(number=number, peers=peers)
+            out.append(SendToAgent(node_id, self.nodes[node_id].agent_id, probe))
 
     def _vacate(self, node: NodeRecord, out: list[Command], now: float) -> None:
         """What runs on a node that takes no work drains, or ends if it does not serve yet."""

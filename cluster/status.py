@@ -18,6 +18,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         address, interface: by which it reaches the head. note: why it is lost.
+        clock_skew_s: its clock less the head's. device_bytes: memory of each accelerator.
+        probe_number, reach: the last round of probes it answered; node id -> seconds, -1 for no answer.
     """
 
     node_id: str
@@ -32,6 +34,14 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     is_leaving: bool = False
     address: str = ""
     interface: str = ""
+    versions: dict[str, str] = {}
+    clock_skew_s: float = 0.0
+    mtu: int = 0
+    memory_available_bytes: int = 0
+    disk_free_bytes: int = 0
+    device_bytes: list[int] = []
+    probe_number: int = 0
+    reach: dict[str, float] = {}
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +93,7 @@ def cluster_status(state: ClusterState, table: RequestTable, now: float) -> Clus
         num_open = len(route.attempts) if route else 0
         replicas.append(_replica(replica, num_open, route.stats if route else None, now))
     return ClusterStatus(
-        nodes=[_node(node, now) for _, node in sorted(state.nodes.items())],
+        nodes=[node_status(node, now) for _, node in sorted(state.nodes.items())],
         replicas=replicas,
         num_open_requests=table.num_open,
         is_stopping=state.is_stopping,
@@ -91,7 +101,8 @@ def cluster_status(state: ClusterState, table: RequestTable, now: float) -> Clus
     )
 
 
-def _node(node: NodeRecord, now: float) -> NodeStatus:
+def node_status(node: NodeRecord, now: float) -> NodeStatus:
+    """One host at this moment."""
     return NodeStatus(
         node_id=node.node_id,
         state=node.state.value,
@@ -105,6 +116,14 @@ def _node(node: NodeRecord, now: float) -> NodeStatus:
         is_leaving=node.is_leaving,
         address=node.hardware.address,
         interface=node.hardware.interface,
+        versions=node.versions,
+        clock_skew_s=node.clock_skew_s,
+        mtu=node.hardware.mtu,
+        memory_available_bytes=node.hardware.memory_available_bytes,
+        disk_free_bytes=node.hardware.disk_free_bytes,
+        device_bytes=[device.memory_bytes for device in node.hardware.devices],
+        probe_number=node.probe_number,
+        reach=node.reach,
     )
 
 

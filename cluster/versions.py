@@ -11,7 +11,7 @@ import sonar
 def installed_versions() -> dict[str, str]:
     """Package -> version; "" for one that is not installed."""
     versions = {"sonar": sonar.__version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "pyzmq", "msgspec"):
+    for name in ("torch", "transformers", "pyzmq", "msgspec", "nixl-cu13", "nixl-cu12"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -8,14 +8,18 @@ head (`python -m launcher.agent`).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import logging
 import math
 import os
+import queue
 import secrets
+import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +36,8 @@ from cluster.messages import (
     Heartbeat,
     KillReplica,
     Leaving,
+    PeersProbed,
+    ProbePeers,
     Refused,
     Register,
     RegisterAgain,
@@ -46,7 +52,7 @@ from cluster.security import read_token
 from cluster.versions import installed_versions
 from launcher.engines import engine_table
 from launcher.hardware import default_node_id, inspect_hardware
-from launcher.network import LocalRoute, interface_of, route_to
+from launcher.network import LocalRoute, interface_of, mtu_of, probe_peers, route_to
 from launcher.supervisor import Supervisor
 from sonar.errors import ConfigError, SonarError, UserError
 from sonar.process import die_with_parent
@@ -117,12 +123,19 @@ class Agent:
             settings.state_dir, mark, settings.head, settings.token, settings.engines, time.monotonic
         )
         route = settings.route
-        self._hardware = msgspec.structs.replace(inspect_hardware(), interface=route.interface, address=route.address)
+        self._hardware = msgspec.structs.replace(
+            inspect_hardware(),
+            interface=route.interface,
+            address=route.address,
+            mtu=mtu_of(route.interface),
+            disk_free_bytes=shutil.disk_usage(settings.state_dir).free,
+        )
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._heartbeat_interval_s = math.inf
         self._next_heartbeat_s = math.inf
         self._connected_s = time.monotonic()
         self._departure = _Departure()
+        self._probed: queue.SimpleQueue[PeersProbed] = queue.SimpleQueue()
 
     def run(self) -> int:
         """Serves until told to end; returns the exit code.
@@ -178,6 +191,8 @@ class Agent:
         for report in self._supervisor.reap():
             logger.info("%s ended: exit code %d, signal %d", report.worker, report.exit_code, report.signal)
             self._link.send(report)
+        while not self._probed.empty():
+            self._link.send(self._probed.get())
         self._supervisor.tick()
         self._advance_departure()
         now = time.monotonic()
@@ -219,10 +234,22 @@ class Agent:
                 self._supervisor.stop(worker, grace_s)
             case KillReplica(replica_id=replica_id, incarnation=incarnation, dump_stacks=dump_stacks):
                 self._supervisor.kill(replica_id, incarnation, dump_stacks=dump_stacks)
+            case ProbePeers():
+                self._probe(message)
             case Shutdown(grace_s=grace_s):
                 self._end(0, "the head asked for it", grace_s)
             case _:
                 assert_never(message)
+
+    def _probe(self, asked: ProbePeers) -> None:
+        """In a thread, because a host that does not answer takes its time; the loop sends what it found."""
+
+        def work() -> None:
+            self._probed.put(PeersProbed(number=asked.number, seconds=probe_peers(asked.peers)))
+            with contextlib.suppress(OSError):
+                self._wake_sender.send(b"p")
+
+        threading.Thread(target=work, name="probe", daemon=True).start()
 
     def _register(self) -> None:
         register = Register(
@@ -232,8 +259,11 @@ class Agent:
             versions=installed_versions(),
             hardware=self._hardware,
             running=self._supervisor.running(),
+            unix_s=time.time(),
         )
         self._link.send(register)
+        if self._departure.leave_by_s is not None:
+            self._link.send(WantsToLeave())
 
     def _end(self, exit_code: int, reason: str, grace_s: float) -> None:
         self._departure.exit_code, self._departure.reason = exit_code, reason

@@ -6,9 +6,14 @@ The one place where this is decided, for control, collectives and KV transfers a
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import ipaddress
+import selectors
 import socket
-from typing import NamedTuple
+import time
+from collections.abc import Mapping
+from typing import NamedTuple, cast
 
 import psutil
 
@@ -17,6 +22,10 @@ from sonar.transport import Address
 
 # Addresses that documentation owns (RFC 5737, RFC 3849): never a real host, so only the default route leads there.
 _ELSEWHERE = (Address("192.0.2.1", 9), Address("2001:db8::1", 9))
+
+
+# "discard": hardly ever listened to.
+_PROBE_PORT = 9
 
 
 class LocalRoute(NamedTuple):
@@ -134,3 +143,39 @@ def _is_local_only(route: LocalRoute) -> bool:
 
 def _listed(routes: list[LocalRoute]) -> str:
     return ", ".join(f"{route.interface}={route.address}" for route in routes) or "none"
+
+
+def mtu_of(interface: str) -> int:
+    """Largest packet of an interface, in bytes; 0 when it has gone."""
+    stats = psutil.net_if_stats().get(interface)
+    return int(stats.mtu) if stats is not None else 0
+
+
+def probe_peers(peers: Mapping[str, str], timeout_s: float = 3.0) -> dict[str, float]:
+    """Which hosts answer: node id -> seconds until a TCP packet came back, -1 for none.
+
+    A connection to a port where nothing listens is refused by the other host's kernel: an answer, with no listener to
+    open for it. One that is dropped on the way, or has no route, is not.
+    """
+    seconds = dict.fromkeys(peers, -1.0)
+    began: dict[str, float] = {}
+    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
+        for name, address in peers.items():
+            probe = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            opened.callback(probe.close)
+            probe.setblocking(False)
+            began[name] = time.monotonic()
+            code = probe.connect_ex((address, _PROBE_PORT))
+            if code == errno.ECONNREFUSED:
+                seconds[name] = time.monotonic() - began[name]
+            elif code == errno.EINPROGRESS:
+                selector.register(probe, selectors.EVENT_WRITE, name)
+        deadline_s = time.monotonic() + timeout_s
+        while selector.get_map() and (left_s := deadline_s - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                probe = cast(socket.socket, key.fileobj)
+                selector.unregister(probe)
+                code = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if code in (0, errno.ECONNREFUSED):
+                    seconds[key.data] = time.monotonic() - began[key.data]
+    return seconds

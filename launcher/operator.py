@@ -72,6 +72,11 @@ class HeadContact:
         """The head of a record."""
         return cls(parse_address(record.control, DEFAULT_CONTROL_PORT), read_token(Path(record.token_file)))
 
+    @property
+    def address(self) -> Address:
+        """Of its control port."""
+        return self._link.address
+
     def ask(self, message: OperatorToHead) -> HeadToOperator:
         """Sends a request and waits for its answer.
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.events import DeploymentApplied, Event, NodeRegistered
+from cluster.commands import SendToAgent
+from cluster.events import DeploymentApplied, Event, NodeRegistered, PeersReached
 from cluster.operator_messages import (
     Accepted,
     Declined,
     DrainNode,
+    ProbeAsked,
     RemoveDeployment,
     ScaleDeployment,
     StatusAnswer,
@@ -26,7 +28,7 @@ def desk_of(world: World) -> OperatorDesk:
     def feed(event: Event) -> None:
         world.handle(event)
 
-    return OperatorDesk(world.state, feed, lambda: EMPTY)
+    return OperatorDesk(world.state, feed, lambda: EMPTY, {"sonar": "1"})
 
 
 @pytest.fixture
@@ -40,7 +42,21 @@ def world() -> World:
 
 
 def test_the_status_is_the_snapshot(world: World) -> None:
-    assert desk_of(world).answer(StatusAsked()) == StatusAnswer(status=EMPTY)
+    answer = desk_of(world).answer(StatusAsked())
+    assert isinstance(answer, StatusAnswer) and (answer.status, answer.versions) == (EMPTY, {"sonar": "1"})
+
+
+def test_a_probe_is_sent_to_every_node_with_the_addresses_of_the_others(world: World) -> None:
+    mark = len(world.commands)
+    assert isinstance(desk_of(world).answer(ProbeAsked(number=7)), Accepted)
+    sent = {c.node_id: c.message for c in world.commands[mark:] if isinstance(c, SendToAgent)}
+    assert {name: (message.number, sorted(message.peers)) for name, message in sent.items()} == {
+        "a": (7, ["b"]),
+        "b": (7, ["a"]),
+    }
+    agent = next(agent for agent in world.agents.values() if agent.node_id == "a")
+    world.handle(PeersReached("a", agent.agent_id, 7, {"b": 0.001}))
+    assert (world.state.nodes["a"].probe_number, world.state.nodes["a"].reach) == (7, {"b": 0.001})
 
 
 def test_drain_moves_the_work_and_undo_takes_it_back(world: World) -> None:

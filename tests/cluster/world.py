@@ -49,6 +49,7 @@ def hardware(boot_id: str = "boot", num_devices: int = 0) -> HardwareFacts:
         memory_available_bytes=1 << 30,
         devices=devices,
         addresses=[],
+        address="10.0.0.9",
     )
 
 
