@@ -6,6 +6,8 @@ Run on a GPU: `python -m benchmarks.gpu.ceilings`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,14 +24,14 @@ def time_s(function: Callable[[], object], repeats: int = 20) -> float:
     """Median seconds of one call, by device events, after three calls to warm up."""
     for _ in range(3):
         function()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
     events[0].record()
     for event in events[1:]:
         function()
         event.record()
     torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) for a, b in zip(events, events[1:]))
-    return times[len(times) // 2] / 1e3
+    times = sorted(a.elapsed_time(b) for a, b in pairwise(events))
+    return float(times[len(times) // 2]) / 1e3
 
 
 def time_in_graph_s(function: Callable[[int], object], calls: int = 50, repeats: int = 5) -> float:
@@ -48,7 +50,7 @@ def measure() -> Ceilings:
     """Measures both in about a second."""
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    copy_s = time_s(lambda: target.copy_(source))
+    copy_s = time_s(partial(target.copy_, source))
     del source, target
     a, b = torch.randn(2, 8192, 8192, device="cuda", dtype=torch.bfloat16)
     product_s = time_s(lambda: a @ b)

@@ -5,11 +5,14 @@ python -m benchmarks.gpu.profile_step qwen3-0.6b 1 32 256
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 import sys
 import time
 from collections import defaultdict
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.workloads import build, make_work
@@ -42,28 +45,41 @@ def profile_decode(engine: Engine, batch: int, vocab_size: int) -> None:
         torch.cuda.synchronize()
     kernels: dict[str, list[float]] = defaultdict(list)
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == DeviceType.CUDA:
             kernels[event.name].append(event.device_time)
     total = sum(map(sum, kernels.values())) / _STEPS
     print(f"batch {batch}: step {1e3 * wall:.3f} ms wall, kernels sum {total / 1e3:.3f} ms; host: schedule+update "
           f"{shares[0]:.3f} ms, wait {shares[1]:.3f} ms, runner thread {shares[2]:.3f} ms")  # fmt: skip
     for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:16]:
-        print(f"   {sum(times) / _STEPS:9.1f} us a step  {len(times) / _STEPS:6.1f} x {sum(times) / len(times):7.2f} us  {name[:80]}")  # fmt: skip
+        count, mean = len(times) / _STEPS, sum(times) / len(times)
+        print(f"   {count * mean:9.1f} us a step  {count:6.1f} x {mean:7.2f} us  {name[:80]}")
+    PROFILER.clear()
+    IS_PROFILED[0] = True
+    for _ in range(_STEPS):
+        engine.step()
+    IS_PROFILED[0] = False
     while engine.has_work:
         engine.step()
+    pstats.Stats(PROFILER).sort_stats("tottime").print_stats(14)
 
 
 RUNNER_S = [0.0]
+IS_PROFILED = [False]
+PROFILER = cProfile.Profile()
 
 
 def main() -> None:
     """Profiles the batches named on the command line."""
-    inner = ModelRunner._compute  # noqa: SLF001 - a benchmark's look inside
+    inner = ModelRunner._compute
 
     def timed(self: ModelRunner, batch: StepBatch) -> StepOutcome:
+        if IS_PROFILED[0]:
+            PROFILER.enable()
         began = time.perf_counter()
         outcome = inner(self, batch)
         RUNNER_S[0] += time.perf_counter() - began
+        if IS_PROFILED[0]:
+            PROFILER.disable()
         return outcome
 
     ModelRunner._compute = timed  # type: ignore[method-assign]

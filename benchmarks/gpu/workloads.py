@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-requests", type=int, default=512)
     parser.add_argument("--step-tokens", type=int, default=16384)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(name)s %(message)s")
     began = time.perf_counter()
     built = build(options.model, options.prefix_caching, options.max_requests, options.step_tokens)

@@ -38,6 +38,7 @@ class Attention:
         self._norm_eps = norm_eps
         self._rope_kv_write = ops.rope_kv_write
         self._paged_attention = ops.paged_attention
+        self._rope_attention = ops.fused.rope_attention if ops.fused is not None else None
 
     def __call__(self, x_TD: Tensor, positions_T: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Writes this step's K and V to the cache and returns a new (T, D) tensor."""
@@ -57,6 +58,18 @@ class Attention:
         fused.linear_add(self._output, self._attend(qkv_TX, positions_T, kv_cache, metadata), residual_TD)
 
     def _attend(self, qkv_TX: Tensor, positions_T: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        if self._rope_attention is not None and metadata.max_query_len == 1:
+            return self._rope_attention(
+                qkv_TX,
+                positions_T,
+                self._cos_sin_PR,
+                self._q_norm_E,
+                self._k_norm_E,
+                self._norm_eps,
+                kv_cache,
+                metadata,
+                self.spec,
+            )
         q_THE = self._rope_kv_write(
             qkv_TX,
             positions_T,

@@ -34,17 +34,18 @@ def build(device: torch.device, dtype: torch.dtype) -> OpTable:
     has_pdl = supports_dependent_launch(device)
     norms = RmsNorms(has_pdl=has_pdl)
     matrices = CudaMatrices(device, dtype, has_pdl=has_pdl)
+    attention = CudaAttention(device, has_pdl=has_pdl)
     return dataclasses.replace(
         reference.build(device, dtype),
         name="cuda",
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
         rope_kv_write=RopeKVWrite(has_pdl=has_pdl).rope_kv_write,
-        paged_attention=CudaAttention(device, has_pdl=has_pdl).paged_attention,
+        paged_attention=attention.paged_attention,
         gated_activation=GatedActivations(has_pdl=has_pdl).gated_activation,
         linear=matrices.linear,
         embedding=matrices.embedding,
         sample=CudaSample(has_pdl=has_pdl).sample,
-        fused=matrices.fused_ops() if dtype in (torch.bfloat16, torch.float16) else None,
+        fused=matrices.fused_ops(attention.rope_attention) if dtype in (torch.bfloat16, torch.float16) else None,
         is_capturable=True,
     )

@@ -2,11 +2,16 @@
 
 A program takes one request, one kv head with all query heads that read it, and one split of the tokens. How many splits
 there are is fixed by the launch, how many of them have work follows from the request's length on the device: so a
-captured launch serves any length. The last program of a head to finish merges the splits (Milakov & Gimelshein 2018,
+captured launch serves any length. Where it is given the projections instead of queries, it also does what
+`sonar.ops.cuda_rope` does, in place of a launch of its own: every split rotates its queries, the one that holds the
+newest token writes its K and V. The last program of a head to finish merges the splits (Milakov & Gimelshein 2018,
 online normalizer; Dao et al. 2023, Flash-Decoding). Called by `sonar.ops.cuda_attention`.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,12 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from sonar.ops.cuda_launch import ceil_div, power_of_two, wait_for_inputs
+from sonar.ops.cuda_rope import load_rotated
 from sonar.ops.table import AttentionMetadata, AttentionSpec
 
 # tl.dot wants 16 rows at least; heads that read one kv head are padded to that.
 _MIN_ROWS = 16
 # Programs that keep an H200's 132 multiprocessors loading: four each.
 _WANTED_PROGRAMS = 528
+_FEW_PROGRAMS = 128
 _MAX_SPLITS = 64
 
 
@@ -29,8 +36,9 @@ def apply_softcap(scores, softcap):
     return softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
 
 
-@triton.jit
-def _decode_kernel(
+# What differs from step to step is not compiled for: a new variant would stall a running service for a second.
+@triton.jit(do_not_specialize=["num_splits", "least_tiles", "table_stride"])
+def _decode_kernel(  # noqa: PLR0915 - one kernel: its steps share registers
     q_ptr,
     cache_ptr,
     out_ptr,
@@ -40,8 +48,17 @@ def _decode_kernel(
     partial_ptr,
     partial_stats_ptr,
     counters_ptr,
+    positions_ptr,
+    slots_ptr,
+    cos_sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    norm_eps,
     scale,
     softcap,
+    num_splits,
+    least_tiles,
+    q_stride,
     table_stride,
     block_stride,
     kv_stride,
@@ -54,10 +71,12 @@ def _decode_kernel(
     DIMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -77,17 +96,37 @@ def _decode_kernel(
         first = tl.maximum(seq_len - WINDOW, 0)
     first_tile = first // TILE
     num_tiles = tl.cdiv(seq_len, TILE) - first_tile
-    tiles_a_split = tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), 1)
+    tiles_a_split = tl.maximum(tl.cdiv(num_tiles, num_splits), least_tiles)
     num_active = tl.maximum(tl.cdiv(num_tiles, tiles_a_split), 1)
     if split >= num_active:
         return
 
     out_row = request * (NUM_KV * GROUP * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
     row_dim_mask = row_mask[:, None] & dim_mask[None, :]
-    q = tl.load(q_ptr + out_row, mask=row_dim_mask, other=0.0)
+    q_row = q_ptr + request * q_stride + heads[:, None] * HEAD_DIM
+    if HAS_ROPE:
+        cos_sin_row = cos_sin_ptr + tl.load(positions_ptr + request) * ROTARY_DIM
+        q = load_rotated(q_row, row_dim_mask, q_norm_ptr, cos_sin_row, norm_eps, HEAD_DIM, DIMS, ROTARY_DIM, HAS_NORM)
+        if split == num_active - 1:
+            slot = tl.load(slots_ptr + request)
+            if slot >= 0:
+                one = tl.zeros((1, 1), tl.int32) + kv_head + NUM_KV * GROUP
+                k_row = q_ptr + request * q_stride + one * HEAD_DIM
+                new_k = load_rotated(
+                    k_row, dim_mask[None, :], k_norm_ptr, cos_sin_row, norm_eps, HEAD_DIM, DIMS, ROTARY_DIM, HAS_NORM
+                )
+                new_v = tl.load(k_row + NUM_KV * HEAD_DIM + dims[None, :], mask=dim_mask[None, :], other=0.0)
+                new_place = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * token_stride
+                new_ptr = cache_ptr + kv_head * head_stride + new_place + dims[None, :]
+                tl.store(new_ptr, new_k.to(cache_ptr.dtype.element_ty), mask=dim_mask[None, :])
+                tl.store(new_ptr + kv_stride, new_v.to(cache_ptr.dtype.element_ty), mask=dim_mask[None, :])
+            # This program reads them back below.
+            tl.debug_barrier()
+    else:
+        q = tl.load(q_row + dims[None, :], mask=row_dim_mask, other=0.0)
     best = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    if HAS_SINKS:
+    if HAS_SINKS:  # noqa: SIM102 - this one is known to the compiler
         if split == 0:
             best = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0).to(tl.float32) * 1.4426950408889634
             total = tl.full((ROWS,), 1.0, tl.float32)
@@ -120,8 +159,8 @@ def _decode_kernel(
         tl.store(out_ptr + out_row, result.to(out_ptr.dtype.element_ty), mask=row_dim_mask)
         return
     pair = request * NUM_KV + kv_head
-    part_ptr = partial_ptr + pair * (NUM_SPLITS * ROWS * DIMS) + rows[:, None] * DIMS + dims[None, :]
-    stats_ptr = partial_stats_ptr + pair * (NUM_SPLITS * ROWS * 2) + rows * 2
+    part_ptr = partial_ptr + pair * (num_splits * ROWS * DIMS) + rows[:, None] * DIMS + dims[None, :]
+    stats_ptr = partial_stats_ptr + pair * (num_splits * ROWS * 2) + rows * 2
     tl.store(part_ptr + split * (ROWS * DIMS), acc)
     tl.store(stats_ptr + split * (ROWS * 2), best)
     tl.store(stats_ptr + split * (ROWS * 2) + 1, total)
@@ -148,10 +187,37 @@ def _decode_kernel(
     tl.store(out_ptr + out_row, result.to(out_ptr.dtype.element_ty), mask=row_dim_mask)
 
 
-def choose_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, tile: int) -> int:
-    """Splits of each request's tokens: enough programs to fill the device, no more than there are tiles."""
-    wanted = ceil_div(_WANTED_PROGRAMS, num_requests * num_kv_heads)
-    return min(power_of_two(wanted), power_of_two(ceil_div(max_seq_len, tile)), _MAX_SPLITS)
+@dataclass(frozen=True)
+class Rotation:
+    """What `RopeKVWriteFn` is given beside the projections and the cache."""
+
+    positions_T: Tensor
+    cos_sin_PR: Tensor | None
+    q_norm_E: Tensor | None
+    k_norm_E: Tensor | None
+    norm_eps: float
+
+
+class Splits(NamedTuple):
+    """How the tokens of a request are shared out: among at most `most` programs, at least `least_tiles` each."""
+
+    most: int
+    least_tiles: int
+
+
+def choose_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, tile: int) -> Splits:
+    """Enough programs to fill the device, none for less than merging costs.
+
+    Few requests are split as far as they go, for their own latency. Many fill the device unsplit: programs that only
+    find out that they have no work cost 5 us a layer of 256 requests.
+    """
+    programs = num_requests * num_kv_heads
+    if programs >= _WANTED_PROGRAMS:
+        return Splits(1, 1)
+    least_tiles = 1 if programs <= _FEW_PROGRAMS else 2
+    wanted = power_of_two(ceil_div(2 * _WANTED_PROGRAMS, programs))
+    most = power_of_two(ceil_div(ceil_div(max_seq_len, tile), least_tiles))
+    return Splits(min(wanted, most, _MAX_SPLITS), least_tiles)
 
 
 class DecodeAttention:
@@ -163,7 +229,7 @@ class DecodeAttention:
     """
 
     def __init__(
-        self, device: torch.device, *, has_pdl: bool, tile: int = 64, num_stages: int = 3, num_warps: int = 4
+        self, device: torch.device, *, has_pdl: bool, tile: int = 128, num_stages: int = 3, num_warps: int = 4
     ) -> None:
         self._has_pdl = has_pdl
         self._tile = tile
@@ -178,17 +244,24 @@ class DecodeAttention:
         spec: AttentionSpec,
         sinks_H: Tensor | None,
         out_THE: Tensor,
+        rotation: Rotation | None = None,
     ) -> None:
-        """Attends with the first `num_decodes` rows of q and writes those rows of out."""
+        """Attends with the first `num_decodes` rows of q and writes those rows of out.
+
+        Args:
+            q_THE: with `rotation` the projections qkv_TX, of which K and V are written to the cache here.
+        """
         num_requests, num_kv, group = metadata.num_decodes, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
         assert num_requests * num_kv <= self._counters.shape[0], f"{num_requests} decodes of {num_kv} kv heads"
         rows, dims = power_of_two(group, _MIN_ROWS), power_of_two(spec.head_dim, 16)
-        longest = min(metadata.max_seq_len, spec.window + self._tile) if spec.window else metadata.max_seq_len
-        splits = choose_splits(num_requests, num_kv, longest, self._tile)
-        shape = (num_requests, num_kv, splits, rows) if splits > 1 else (1, 1, 1, 1)
+        tile = self._tile if q_THE.dtype.itemsize == 2 and dims <= 128 else 32
+        longest = min(metadata.max_seq_len, spec.window + tile) if spec.window else metadata.max_seq_len
+        splits = choose_splits(num_requests, num_kv, longest, tile)
+        shape = (num_requests, num_kv, splits.most, rows) if splits.most > 1 else (1, 1, 1, 1)
         partial = torch.empty((*shape, dims), dtype=torch.float32, device=q_THE.device)
         stats = torch.empty((*shape, 2), dtype=torch.float32, device=q_THE.device)
-        _decode_kernel[(num_kv, splits, num_requests)](
+        cos_sin_PR = None if rotation is None else rotation.cos_sin_PR
+        _decode_kernel[(num_kv, splits.most, num_requests)](
             q_THE,
             kv_cache,
             out_THE,
@@ -198,8 +271,17 @@ class DecodeAttention:
             partial,
             stats,
             self._counters,
+            metadata.seq_lens_R if rotation is None else rotation.positions_T,
+            metadata.slot_mapping_T,
+            q_THE if cos_sin_PR is None else cos_sin_PR,
+            q_THE if rotation is None or rotation.q_norm_E is None else rotation.q_norm_E,
+            q_THE if rotation is None or rotation.k_norm_E is None else rotation.k_norm_E,
+            0.0 if rotation is None else rotation.norm_eps,
             spec.scale,
             spec.softcap,
+            splits.most,
+            splits.least_tiles,
+            q_THE.stride(0),
             metadata.block_table_RB.stride(0),
             *kv_cache.stride()[:4],
             NUM_KV=num_kv,
@@ -208,11 +290,13 @@ class DecodeAttention:
             HEAD_DIM=spec.head_dim,
             DIMS=dims,
             BLOCK_SIZE=kv_cache.shape[3],
-            TILE=self._tile,
-            NUM_SPLITS=splits,
+            TILE=tile,
             WINDOW=spec.window,
             HAS_SOFTCAP=spec.softcap != 0.0,
             HAS_SINKS=sinks_H is not None,
+            HAS_ROPE=rotation is not None,
+            ROTARY_DIM=0 if cos_sin_PR is None else cos_sin_PR.shape[1],
+            HAS_NORM=rotation is not None and rotation.q_norm_E is not None,
             PRECISION="ieee" if q_THE.dtype == torch.float32 else "tf32",
             PDL=self._has_pdl,
             num_warps=self._num_warps,

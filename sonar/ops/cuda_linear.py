@@ -1,6 +1,6 @@
 """Linear layers on a GPU: few rows by kernels bound by memory, many by cuBLAS; and the fused products of small steps.
 
-Which kernel serves which number of rows, and with which tiles, was measured (benchmarks/gpu/NOTES.md). Built into its
+Which kernel serves which number of rows, and with which tiles, was measured (`sonar.ops.cuda_tiles`). Built into its
 table by `sonar.ops.cuda`.
 """
 
@@ -13,16 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sonar.ops.cuda_activation import activation_kind
+from sonar.ops.cuda_activation import GatedActivations, activation_kind
 from sonar.ops.cuda_launch import ceil_div, power_of_two
 from sonar.ops.cuda_matmul import few_rows_kernel, one_row_kernel
+from sonar.ops.cuda_norm import RmsNorms
+from sonar.ops.cuda_tiles import FewRowsTiles, OneRowTiles, TileTable
 from sonar.ops.reference_matrix import MatrixOps
-from sonar.ops.table import Activation, EmbeddingFn, FusedOps, LinearFn, Matrix
+from sonar.ops.table import Activation, EmbeddingFn, FusedOps, LinearFn, Matrix, RopeAttentionFn
 
 MAX_FEW_ROWS = 16
-# Numbers of a weight's tile that a program of `one_row_kernel` holds in registers: 64 a thread of 8 warps.
-_MAX_TILE = 16384
-_PROGRAMS = 132
 
 
 @dataclass(frozen=True)
@@ -40,61 +39,38 @@ class Fusion:
     residual_MN: Tensor | None = None
     gate: Activation | None = None
 
-
-@dataclass(frozen=True)
-class OneRowTiles:
-    """Tiles of `one_row_kernel`."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
-
-
-@dataclass(frozen=True)
-class FewRowsTiles:
-    """Tiles of `few_rows_kernel`."""
-
-    block_n: int
-    block_k: int
-    split_k: int
-    num_warps: int
-    num_stages: int
+    @property
+    def kind(self) -> str:
+        """Its name in the table of tiles."""
+        if self.gate is not None:
+            return "gate"
+        return (
+            "plain"
+            if self.norm_K is None and self.residual_MN is None
+            else "norm"
+            if self.norm_K is not None
+            else "add"
+        )
 
 
 _NO_FUSION = Fusion()
 
 
-def one_row_tiles(num_out: int, num_in: int, *, is_gated: bool) -> OneRowTiles:
-    """Rows a program takes and how much of them at a time: a tile of up to 16,384 numbers, programs for every
-    multiprocessor."""
-    block_k = min(power_of_two(num_in, 128), 2048 if is_gated else 4096)
-    most = max(1, _MAX_TILE // (2 if is_gated else 1) // block_k)
-    fair = power_of_two(max(1, num_out // _PROGRAMS))
-    block_n = min(most, fair, 16)
-    return OneRowTiles(block_n, block_k, 8 if block_n * block_k >= 8192 else 4)
-
-
-def few_rows_tiles(num_out: int, num_in: int, *, is_gated: bool) -> FewRowsTiles:
-    """Tiles by which a product of few rows reads its weight at full bandwidth."""
-    block_n = 64 if num_out >= 64 * _PROGRAMS else 32 if num_out >= 32 * _PROGRAMS else 16
-    block_k = 128 if is_gated and block_n == 64 else 256
-    block_k = min(block_k, power_of_two(num_in, 16))
-    programs = ceil_div(num_out, block_n)
-    split_k = 1
-    while programs * split_k < 2 * _PROGRAMS and split_k < 8 and num_in // (split_k * block_k) >= 4:
-        split_k *= 2
-    return FewRowsTiles(block_n, block_k, split_k, 4, 4)
-
-
-class Scratch:
-    """Device memory by which programs that share an output meet; owned by the table, used by one stream.
+class LinearParts:
+    """What the linear layers of a table share.
 
     Attributes:
-        counters: int32, zero between launches.
+        counters: int32, zero between launches: programs that share an output meet there. For one stream at a time.
+        tiles: measured choices. norms, activations: what cuBLAS is surrounded with where it is faster than a fusion.
+        launch: keywords of every launch.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, has_pdl: bool) -> None:
         self.counters = torch.zeros(1 << 16, dtype=torch.int32, device=device)
+        self.tiles = TileTable(torch.cuda.get_device_name(device) if device.type == "cuda" else "")
+        self.norms = RmsNorms(has_pdl=has_pdl)
+        self.activations = GatedActivations(has_pdl=has_pdl)
+        self.launch = {"PDL": has_pdl, **({"launch_pdl": True} if has_pdl else {})}
 
 
 class CudaLinear:
@@ -104,12 +80,11 @@ class CudaLinear:
         weight_NK: contiguous, on the device. bias_N: of the same dtype, or None.
     """
 
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, scratch: Scratch, *, has_pdl: bool) -> None:
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, parts: LinearParts) -> None:
         assert weight_NK.is_contiguous()
         self.weight_NK = weight_NK
         self.bias_N = bias_N
-        self._scratch = scratch
-        self._launch = {"PDL": has_pdl, **({"launch_pdl": True} if has_pdl else {})}
+        self._parts = parts
         self._is_half = weight_NK.dtype in (torch.bfloat16, torch.float16)
 
     def __call__(self, x_TK: Tensor) -> Tensor:
@@ -124,17 +99,34 @@ class CudaLinear:
         Returns:
             (M, N), or (M, N / 2) when gated; the residual itself when there is one.
         """
-        num_rows = x_MK.shape[0]
-        num_out = self.weight_NK.shape[0] // (1 if fusion.gate is None else 2)
+        num_rows, tiles = x_MK.shape[0], self._parts.tiles
+        num_out, num_in = self._shape(fusion)
+        if num_rows > 1:
+            few = tiles.few_rows(num_rows, num_out, num_in, fusion.kind)
+            if few is None:
+                return self.apply_apart(x_MK, fusion)
         out_MN = fusion.residual_MN
         if out_MN is None:
             out_MN = torch.empty((num_rows, num_out), dtype=x_MK.dtype, device=x_MK.device)
         assert x_MK.stride(1) == 1 and out_MN.stride(1) == 1, f"strides {x_MK.stride()}, {out_MN.stride()}"
         if num_rows == 1:
-            self.launch_one_row(x_MK, out_MN, fusion, one_row_tiles(*self._shape(fusion), is_gated=_is_gated(fusion)))
+            self.launch_one_row(x_MK, out_MN, fusion, tiles.one_row(num_out, num_in, fusion.kind))
         else:
-            self.launch_few_rows(x_MK, out_MN, fusion, few_rows_tiles(*self._shape(fusion), is_gated=_is_gated(fusion)))
+            assert few is not None
+            self.launch_few_rows(x_MK, out_MN, fusion, few)
         return out_MN
+
+    def apply_apart(self, x_MK: Tensor, fusion: Fusion) -> Tensor:
+        """The same by cuBLAS, the rest as separate kernels; an addition is cuBLAS's own."""
+        if fusion.norm_K is not None:
+            x_MK = self._parts.norms.rms_norm(x_MK, fusion.norm_K, fusion.norm_eps)
+        residual_MN = fusion.residual_MN
+        if residual_MN is not None:
+            if self.bias_N is None:
+                return torch.addmm(residual_MN, x_MK, self.weight_NK.t(), out=residual_MN)
+            return residual_MN.add_(F.linear(x_MK, self.weight_NK, self.bias_N))
+        out_MN = F.linear(x_MK, self.weight_NK, self.bias_N)
+        return out_MN if fusion.gate is None else self._parts.activations.gated_activation(out_MN, fusion.gate)
 
     def launch_one_row(self, x_MK: Tensor, out_MN: Tensor, fusion: Fusion, tiles: OneRowTiles) -> None:
         """Launches `one_row_kernel` with given tiles (benchmarks call this to choose them)."""
@@ -148,7 +140,7 @@ class CudaLinear:
             BLOCK_K=tiles.block_k,
             num_warps=tiles.num_warps,
             **self._switches(fusion),
-            **self._launch,
+            **self._parts.launch,
         )
 
     def launch_few_rows(self, x_MK: Tensor, out_MN: Tensor, fusion: Fusion, tiles: FewRowsTiles) -> None:
@@ -163,7 +155,7 @@ class CudaLinear:
             *self._pointers(x_MK, out_MN, fusion),
             partial,
             squares,
-            self._scratch.counters,
+            self._parts.counters,
             fusion.norm_eps,
             x_MK.shape[0],
             x_MK.stride(0),
@@ -177,7 +169,7 @@ class CudaLinear:
             NUM_STAGES=tiles.num_stages,
             num_warps=tiles.num_warps,
             **self._switches(fusion),
-            **self._launch,
+            **self._parts.launch,
         )
 
     def _shape(self, fusion: Fusion) -> tuple[int, int]:
@@ -204,27 +196,26 @@ def _is_gated(fusion: Fusion) -> bool:
 
 
 class CudaMatrices:
-    """`LinearFactory` and `EmbeddingFactory`: dense weights in the compute dtype, quantized ones dequantized at load."""
+    """`LinearFactory`, `EmbeddingFactory`: dense weights in the compute dtype, quantized ones dequantized at load."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *, has_pdl: bool) -> None:
         self._dense = MatrixOps(device, dtype)
         self._device, self._dtype = device, dtype
-        self._has_pdl = has_pdl
-        self._scratch = Scratch(device)
+        self._parts = LinearParts(device, has_pdl=has_pdl)
 
     def linear(self, parts: Sequence[Matrix], bias_N: Tensor | None) -> LinearFn:
         """See `sonar.ops.table.LinearFactory`. Raises `ModelError` for a quantization that cannot be read."""
         if bias_N is not None:
             bias_N = bias_N.to(self._device, self._dtype)
-        return CudaLinear(self._dense.dense(parts).contiguous(), bias_N, self._scratch, has_pdl=self._has_pdl)
+        return CudaLinear(self._dense.dense(parts).contiguous(), bias_N, self._parts)
 
     def embedding(self, table: Matrix) -> EmbeddingFn:
         """See `sonar.ops.table.EmbeddingFactory`. Raises as `linear`."""
         return self._dense.embedding(table)
 
-    def fused_ops(self) -> FusedOps:
+    def fused_ops(self, rope_attention: RopeAttentionFn) -> FusedOps:
         """The products of this factory's layers, fused with their surroundings."""
-        return FusedOps(MAX_FEW_ROWS, _norm_linear, _norm_gated_linear, _linear_add)
+        return FusedOps(MAX_FEW_ROWS, _norm_linear, _norm_gated_linear, _linear_add, rope_attention)
 
 
 def _norm_linear(linear: LinearFn, x_TD: Tensor, norm_D: Tensor, eps: float) -> Tensor:

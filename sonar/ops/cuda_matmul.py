@@ -139,7 +139,7 @@ def _dot_range(
     return acc, up_acc, squares
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def few_rows_kernel(
     x_ptr,
     weight_ptr,

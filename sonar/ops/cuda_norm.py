@@ -1,6 +1,6 @@
 """RMSNorm, with the residual's addition before it, as one Triton kernel of one program a row.
 
-Sums in float32; differs from the reference by the rounding of one bf16 result. Built into its table by `sonar.ops.cuda`.
+Sums in float32; differs from the reference by the rounding of one result. Built into its table by `sonar.ops.cuda`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""QK-norm, rotation and cache write as one Triton kernel.
+"""QK-norm, rotation and cache write as one Triton kernel; steps of decodes alone have them within their attention
+(`sonar.ops.cuda_decode_attention`).
 
 A program takes one token and a run of heads of one kind: query heads go to the output, key and value heads to their
 place in the cache. A token of a negative slot is written nowhere (padding of captured decode graphs). Rounds where the
@@ -16,6 +17,47 @@ from sonar.ops.cuda_launch import ceil_div, power_of_two, wait_for_inputs
 from sonar.ops.table import AttentionSpec
 
 _HEADS = 8
+
+
+@triton.jit
+def load_rotated(
+    row_ptr,
+    mask,
+    norm_ptr,
+    cos_sin_row_ptr,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Heads of one token, normalized and rotated: (heads, DIMS) in the stored dtype.
+
+    row_ptr: (heads, 1), first number of each head. mask: (heads, DIMS).
+    """
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    dims = tl.arange(0, DIMS)
+    x = tl.load(row_ptr + dims[None, :], mask=mask, other=0.0)
+    is_first = dims < HALF
+    is_rotated = dims < ROTARY_DIM
+    partner = tl.where(is_first, dims + HALF, tl.where(is_rotated, dims - HALF, dims))
+    if ROTARY_DIM > 0:
+        other = tl.load(row_ptr + partner[None, :], mask=mask, other=0.0)
+    if HAS_NORM:
+        x_float = x.to(tl.float32)
+        scale = tl.math.rsqrt(tl.sum(x_float * x_float, axis=1) / HEAD_DIM + eps)
+        weight = tl.load(norm_ptr + dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
+        x = (x_float * scale[:, None] * weight[None, :]).to(x.dtype)
+        if ROTARY_DIM > 0:
+            its_weight = tl.load(norm_ptr + partner, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
+            other = (other.to(tl.float32) * scale[:, None] * its_weight[None, :]).to(x.dtype)
+    if ROTARY_DIM > 0:
+        pair = tl.where(is_first, dims, dims - HALF)
+        cos = tl.load(cos_sin_row_ptr + pair, mask=is_rotated, other=1.0)
+        sin = tl.load(cos_sin_row_ptr + HALF + pair, mask=is_rotated, other=0.0)
+        sin = tl.where(is_first, -sin, sin)
+        x = (x.to(tl.float32) * cos[None, :] + other.to(tl.float32) * sin[None, :]).to(x.dtype)
+    return x
 
 
 @triton.jit
@@ -58,33 +100,14 @@ def _rope_kv_write_kernel(
     mask = (heads[:, None] < num_heads) & (dims[None, :] < HEAD_DIM)
     wait_for_inputs(PDL)
     row_ptr = qkv_ptr + token * qkv_stride + (first_head + heads)[:, None] * HEAD_DIM
-    x = tl.load(row_ptr + dims[None, :], mask=mask, other=0.0)
-    if not is_v:
-        HALF: tl.constexpr = ROTARY_DIM // 2
-        scale = tl.full((HEADS,), 1.0, tl.float32)
+    if is_v:
+        x = tl.load(row_ptr + dims[None, :], mask=mask, other=0.0)
+    else:
         norm_ptr = q_norm_ptr
-        if HAS_NORM:
-            x_float = x.to(tl.float32)
-            scale = tl.math.rsqrt(tl.sum(x_float * x_float, axis=1) / HEAD_DIM + eps)
-            if not is_q:
-                norm_ptr = k_norm_ptr
-            weight = tl.load(norm_ptr + dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
-            x = (x_float * scale[:, None] * weight[None, :]).to(x.dtype)
-        if ROTARY_DIM > 0:
-            is_first = dims < HALF
-            is_rotated = dims < ROTARY_DIM
-            partner = tl.where(is_first, dims + HALF, tl.where(is_rotated, dims - HALF, dims))
-            other = tl.load(row_ptr + partner[None, :], mask=mask, other=0.0)
-            if HAS_NORM:
-                its_weight = tl.load(norm_ptr + partner, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
-                other = (other.to(tl.float32) * scale[:, None] * its_weight[None, :]).to(x.dtype)
-            position = tl.load(positions_ptr + token)
-            pair = tl.where(is_first, dims, dims - HALF)
-            cos_sin_row = cos_sin_ptr + position * ROTARY_DIM + pair
-            cos = tl.load(cos_sin_row, mask=is_rotated, other=1.0)
-            sin = tl.load(cos_sin_row + HALF, mask=is_rotated, other=0.0)
-            sin = tl.where(is_first, -sin, sin)
-            x = (x.to(tl.float32) * cos[None, :] + other.to(tl.float32) * sin[None, :]).to(x.dtype)
+        if not is_q:
+            norm_ptr = k_norm_ptr
+        cos_sin_row_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * ROTARY_DIM
+        x = load_rotated(row_ptr, mask, norm_ptr, cos_sin_row_ptr, eps, HEAD_DIM, DIMS, ROTARY_DIM, HAS_NORM)
     if is_q:
         tl.store(out_ptr + token * (NUM_Q * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :], x, mask=mask)
     else:

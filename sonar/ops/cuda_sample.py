@@ -29,11 +29,28 @@ def _mix(word):
 
 @triton.jit
 def _gumbel(token, key0, key1):
-    """g of `SampleFn`, in float64 as the reference computes it: an H200 has half as many float64 units as float32."""
+    """g of `SampleFn` in float32, within 1e-6 of its float64 value.
+
+    -ln u is a plain logarithm below 1/2. Above, where a hardware logarithm is wrong in most digits, it is
+    2 artanh(r / (2 - r)) of r = 1 - u, which is exact in float32; nine terms leave less than 1e-9. (Float64 logarithms
+    of 256 rows of 152k tokens took longer than the decode step they ended.)
+    """
     word = _mix(token.to(tl.uint32) * 0x9E3779B1 + key0)
     word = _mix(word ^ key1) >> 8
-    u = (word.to(tl.float64) + 0.5) * 5.9604644775390625e-08
-    return (-tl.log(-tl.log(u))).to(tl.float32)
+    u = (word.to(tl.float32) + 0.5) * 5.9604644775390625e-08
+    rest = ((16777215 - word).to(tl.float32) + 0.5) * 5.9604644775390625e-08
+    s = rest / (2.0 - rest)
+    square = s * s
+    series = 0.06666667 + square * 0.05882353
+    series = 0.07692308 + square * series
+    series = 0.09090909 + square * series
+    series = 0.11111111 + square * series
+    series = 0.14285714 + square * series
+    series = 0.2 + square * series
+    series = 0.33333334 + square * series
+    series = 1.0 + square * series
+    surprise = tl.where(word < 8388608, -tl.log(u), 2.0 * s * series)
+    return -tl.log(surprise)
 
 
 @triton.jit

@@ -242,15 +242,32 @@ class SampleFn(Protocol):
     def __call__(self, logits_SV: Tensor, sampling: SamplingTensors) -> Tensor: ...
 
 
+class RopeAttentionFn(Protocol):
+    """`RopeKVWriteFn`, then `PagedAttentionFn`, for a step whose requests have one query token each."""
+
+    def __call__(
+        self,
+        qkv_TX: Tensor,
+        positions_T: Tensor,
+        cos_sin_PR: Tensor | None,
+        q_norm_E: Tensor | None,
+        k_norm_E: Tensor | None,
+        norm_eps: float,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        spec: AttentionSpec,
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class FusedOps:
-    """Products of few rows fused with what comes before and after, where that saves passes over small tensors.
+    """Ops fused with what comes before and after, where that saves launches and passes over small tensors.
 
     Optional: a model that finds none in its table, or has more rows, takes the single ops. Results may differ from
     theirs by the rounding of intermediates. Layers must come from the same table.
 
     Attributes:
-        max_rows: largest T served.
+        max_rows: largest T that the products serve; `rope_attention` serves any.
         norm_linear: (linear, x_TD, norm_D, eps) -> linear(rms_norm(x)).
         norm_gated_linear: (linear of 2 F outputs, x_TD, norm_D, eps, activation) -> gated_activation of that, (T, F).
         linear_add: (linear, x_TK, residual_TD): residual += linear(x), in place.
@@ -260,6 +277,7 @@ class FusedOps:
     norm_linear: Callable[[LinearFn, Tensor, Tensor, float], Tensor]
     norm_gated_linear: Callable[[LinearFn, Tensor, Tensor, float, Activation], Tensor]
     linear_add: Callable[[LinearFn, Tensor, Tensor], None]
+    rope_attention: RopeAttentionFn
 
 
 class TensorParallel(Protocol):

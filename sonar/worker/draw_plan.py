@@ -92,6 +92,12 @@ class Composition:
     logprobs: LogprobRows | None
 
     @property
+    def is_plain_greedy(self) -> bool:
+        """Whether every row takes the likeliest token of its raw logits."""
+        has_rules = self.words is not None or self.bans is not None or self.penalties is not None
+        return self.all_greedy and self.bias is None and not has_rules
+
+    @property
     def follows_positions(self) -> bool:
         """Whether a draw depends on the positions at all; of plain greedy rows it does not."""
         has_rules = self.words is not None or self.bans is not None or self.penalties is not None

@@ -128,11 +128,12 @@ class ModelRunner:
             graphs = DecodeGraphs(
                 parts.model,
                 parts.cache,
+                parts.sample,
                 parts.device,
                 max_requests=len(parts.slots.params),
                 max_blocks=parts.slots.block_tables.max_blocks,
-                max_seq_len=parts.slots.block_tables.max_blocks * parts.cache.layout.block_size,
             )
+            graphs.warm_up()
             graphs.capture()
         self._graphs = graphs
 
@@ -163,28 +164,28 @@ class ModelRunner:
         num_sampled = len(inputs.sampled_slots)
         # Planned before the forward pass, so that a GPU has its settings before it has its logits.
         plan = self._sampler.plan(inputs.sampled_slots, inputs.sampled_positions) if num_sampled else None
-        hidden_TD, logits_SV = self._forward(inputs)
+        hidden_TD, logits_SV, greedy_S = self._forward(inputs)
         prompt = None if inputs.prompt is None else self._score_prompt(hidden_TD, inputs.prompt)
         if plan is None or logits_SV is None:
             return StepOutcome(batch.step, 0, None, None, None, prompt)
-        drawn = self._sampler.draw(logits_SV, plan, inputs.write_S)
+        drawn = self._sampler.draw(logits_SV, plan, inputs.write_S, greedy_S)
         if stage is not None:
             stage.send_tokens(drawn.token_S)
         # Tensor-parallel ranks but the first have no log-probabilities to report.
         asked = None if drawn.logprobs is None else plan.composition.logprobs
         return StepOutcome(batch.step, num_sampled, drawn.token_S, asked, drawn.logprobs, prompt)
 
-    def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
-        """Hidden states of all rows, and logits of the sampled ones."""
+    def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Hidden states of all rows, logits of the sampled ones, and their likeliest tokens if those are known."""
         if self._graphs is not None and self._graphs.can_run(inputs):
             return self._graphs.run(inputs)
         model = self._parts.model
         hidden_TD = model.forward(inputs.forward)
         if inputs.sampled_rows_S is None:
-            return hidden_TD, model.logits(hidden_TD)
+            return hidden_TD, model.logits(hidden_TD), None
         if len(inputs.sampled_slots) == 0:
-            return hidden_TD, None
-        return hidden_TD, model.logits(hidden_TD.index_select(0, inputs.sampled_rows_S))
+            return hidden_TD, None, None
+        return hidden_TD, model.logits(hidden_TD.index_select(0, inputs.sampled_rows_S)), None
 
     def _score_prompt(self, hidden_TD: Tensor, prompt: PromptRows) -> PromptScores | None:
         slots = self._parts.slots

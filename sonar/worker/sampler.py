@@ -62,18 +62,22 @@ class Sampler:
         """The logits over the whole vocabulary; None where another rank has them (`SharedSampler`)."""
         return logits_SV
 
-    def draw(self, logits_SV: Tensor, plan: DrawPlan, write_S: Tensor) -> Drawn:
+    def draw(self, logits_SV: Tensor, plan: DrawPlan, write_S: Tensor, greedy_S: Tensor | None = None) -> Drawn:
         """Draws, and writes the tokens into the history, where the next step finds them.
 
         Args:
             logits_SV: float32, raw; overwritten. write_S: places in the history.
+            greedy_S: likeliest token of each row of the raw logits, where the forward pass has found it already.
         """
         wanted = plan.composition.logprobs
         logprobs_NV = None
         if wanted is not None:
             logprobs_NV = normalize(logits_SV if wanted.row_N is None else logits_SV.index_select(0, wanted.row_N))
-        self._apply_rules(logits_SV, plan)
-        token_S = self._sample(logits_SV, plan.sampling)
+        if greedy_S is not None and plan.composition.is_plain_greedy:
+            token_S = greedy_S
+        else:
+            self._apply_rules(logits_SV, plan)
+            token_S = self._sample(logits_SV, plan.sampling)
         self._slots.history.write(write_S, token_S)
         if wanted is None or logprobs_NV is None:
             return Drawn(token_S, None)

@@ -119,26 +119,84 @@ def test_attention(dtype: torch.dtype, spec: AttentionSpec, case_name: str, has_
         _close(actual, expected, 4.0)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 16])
-@pytest.mark.parametrize(("num_out", "num_in"), [(96, 64), (256, 1024), (1000, 3072), (1024, 4100 // 4 * 4)])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_whole_prompts_of_one_length(has_sinks: bool) -> None:
+    """A step that cuDNN serves, and with sinks one that it must not."""
+    spec = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, scale=0.2)
+    case = make_case([(520, 520)] * 4, spec, 16, HALF)
+    sinks = torch.linspace(-1.0, 2.0, spec.num_heads) if has_sinks else None
+    moved = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in vars(case.metadata).items()}
+    metadata = dataclasses.replace(case.metadata, **moved)
+    on_device = None if sinks is None else sinks.to(DEVICE)
+    actual = _table(HALF).paged_attention(case.q_THE.to(DEVICE), case.kv_cache.to(DEVICE), metadata, spec, on_device)
+    table = reference.build(torch.device("cpu"), torch.float32)
+    _close(actual, table.paged_attention(case.q_THE.float(), case.kv_cache.float(), case.metadata, spec, sinks), 4.0)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary", "window"), [(4, 2, 64, 64, 0), (6, 1, 80, 32, 50)])
+def test_rope_attention(heads: int, kv_heads: int, dim: int, rotary: int, window: int, has_norm: bool) -> None:
+    """The same as rotation and attention one after the other: output and cache."""
+    spec = AttentionSpec(heads, kv_heads, dim, 0.15, window)
+    lengths = [1, 33, 129, 500]
+    case = make_case([(1, length) for length in lengths], spec, 16, HALF)
+    slots = [case.metadata.block_table_RB[i, (n - 1) // 16] * 16 + (n - 1) % 16 for i, n in enumerate(lengths)]
+    moved = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in vars(case.metadata).items()}
+    moved["slot_mapping_T"] = torch.tensor(slots, device=DEVICE)
+    metadata = dataclasses.replace(case.metadata, **moved)
+    qkv = torch.randn(4, (heads + 2 * kv_heads) * dim).to(DEVICE, HALF)
+    positions, cos_sin = torch.tensor(lengths, device=DEVICE) - 1, torch.randn(500, rotary).to(DEVICE)
+    norms = [torch.randn(dim).to(DEVICE, HALF) if has_norm else None for _ in range(2)]
+    ops, caches = _table(HALF), [case.kv_cache.to(DEVICE).clone() for _ in range(2)]
+    assert ops.fused is not None
+    for _ in range(2):
+        actual = ops.fused.rope_attention(qkv, positions, cos_sin, *norms, 1e-6, caches[0], metadata, spec)
+    q = ops.rope_kv_write(qkv, positions, cos_sin, *norms, 1e-6, caches[1], metadata.slot_mapping_T, spec)
+    _close(actual, ops.paged_attention(q, caches[1], metadata, spec), 4.0)
+    assert caches[0].nan_to_num(7.0).equal(caches[1].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 16])
+@pytest.mark.parametrize(("num_out", "num_in"), [(96, 64), (1000, 3072)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_fused_products(num_out: int, num_in: int, num_rows: int, has_bias: bool) -> None:
+    """Both ways: what the table of tiles chooses here (cuBLAS for several rows of these shapes), and the kernels."""
+    from sonar.ops.cuda_linear import CudaLinear, Fusion
+    from sonar.ops.cuda_tiles import FewRowsTiles, OneRowTiles
+
     ops, ref = _table(HALF), reference.build(DEVICE, torch.float32)
     assert ops.fused is not None
     weight = (torch.randn(num_out, num_in) * num_in**-0.5).to(DEVICE, HALF)
     bias = torch.randn(num_out).to(DEVICE, HALF) if has_bias else None
     linear, exact = ops.linear([PlainMatrix(weight)], bias), ref.linear([PlainMatrix(weight)], bias)
+    assert isinstance(linear, CudaLinear)
     x, norm = torch.randn(num_rows, num_in).to(DEVICE, HALF), torch.randn(num_in).to(DEVICE, HALF)
     normed = ref.rms_norm(x.float(), norm.float(), 1e-5)
-    for _ in range(2):
-        residual = torch.randn(num_rows, num_out).to(DEVICE, HALF)
-        expected = residual.float() + exact(x.float())
-        ops.fused.linear_add(linear, x, residual)
-        _close(residual, expected, 6.0)
-        _close(linear(x), exact(x.float()), 4.0)
-        _close(ops.fused.norm_linear(linear, x, norm, 1e-5), exact(normed), 8.0)
-        gated = ref.gated_activation(exact(normed), Activation.SILU)
-        _close(ops.fused.norm_gated_linear(linear, x, norm, 1e-5, Activation.SILU), gated, 16.0)
+    residual = torch.randn(num_rows, num_out).to(DEVICE, HALF)
+    added = residual.float() + exact(x.float())
+    gated = ref.gated_activation(exact(normed), Activation.SILU)
+    _close(linear(x), exact(x.float()), 4.0)
+    _close(ops.fused.norm_linear(linear, x, norm, 1e-5), exact(normed), 8.0)
+    _close(ops.fused.norm_gated_linear(linear, x, norm, 1e-5, Activation.SILU), gated, 16.0)
+    twin = residual.clone()
+    ops.fused.linear_add(linear, x, twin)
+    _close(twin, added, 6.0)
+    fusions = [
+        (Fusion(residual_MN=residual), added),
+        (Fusion(norm_K=norm, norm_eps=1e-5), exact(normed)),
+        (Fusion(norm_K=norm, norm_eps=1e-5, gate=Activation.SILU), gated),
+    ]
+    few_rows = [FewRowsTiles(16, 64, 1, 4, 3), FewRowsTiles(32, 128, 2, 4, 3)]
+    for tiles in [OneRowTiles(8, 512, 4), OneRowTiles(2, 4096, 8)] if num_rows == 1 else few_rows:
+        for fusion, expected in fusions:
+            out = torch.full(expected.shape, float("nan"), dtype=HALF, device=DEVICE)
+            if fusion.residual_MN is not None:
+                fusion = dataclasses.replace(fusion, residual_MN=out.copy_(residual))
+            if isinstance(tiles, OneRowTiles):
+                linear.launch_one_row(x, out, fusion, tiles)
+            else:
+                linear.launch_few_rows(x, out, fusion, tiles)
+            _close(out, expected, 16.0)
 
 
 def test_sampling_draws_what_the_reference_draws() -> None:
@@ -154,6 +212,7 @@ def test_sampling_draws_what_the_reference_draws() -> None:
 
 def test_ties_go_to_the_lower_id() -> None:
     sampling = to_tensors([Row(seed=1, temperature=0)])
+    moved = {k: v.to(DEVICE) if isinstance(v, Tensor) else v for k, v in vars(sampling).items()}
     logits = torch.zeros(1, 9001, device=DEVICE)
     logits[0, [5000, 77, 8999]] = 3.0
-    assert _table(HALF).sample(logits, sampling).tolist() == [77]
+    assert _table(HALF).sample(logits, dataclasses.replace(sampling, **moved)).tolist() == [77]

@@ -60,6 +60,7 @@ def test_auto_measures_and_fills_the_memory(folders):
 
 
 def test_closing_gives_the_memory_back(folders):
+    make_engine(folders["llama"], "cuda").engine.close()  # cuBLAS keeps 32 MiB for each of the streams we work on
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     built = make_engine(folders["llama"], "cuda")
