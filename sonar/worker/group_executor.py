@@ -30,6 +30,7 @@ class RemoteStep:
             result = self._results.receive(_LOOK_S)
             if result is not None:
                 assert result.step == self._step, f"result of step {result.step} where {self._step} was due"
+                self._own.result()  # its thread may be a moment behind
                 return result
             if self._own.has_failed:
                 self._own.result()

@@ -84,7 +84,7 @@ def _allocate(layout: CacheLayout, group: int, num_blocks: int, device: torch.de
     block = (len(layout.groups[group].layers), 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
     needed = num_blocks * layout.block_bytes(group)
     try:
-        if device.type == "cpu":
+        if device.type == "cpu" and needed:  # a pipeline stage may have no layer of the group
             # calloc: the system commits a block's memory when it is first written, so an idle cache costs nothing.
             raw = torch.from_numpy(np.zeros(needed, dtype=np.uint8))
             return raw.view(layout.dtype).view(num_blocks, *block)

@@ -8,8 +8,8 @@ import json
 import pytest
 import torch
 
-from sonar.config import CacheConfig, EngineConfig, SchedulerConfig
-from sonar.errors import CapacityError, ModelError
+from sonar.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from sonar.errors import CapacityError, ConfigError, ModelError
 from sonar.worker.loading import load_runner
 from sonar.worker.profile import estimate_activations, largest_steps
 from sonar.worker.resolve import Machine
@@ -99,3 +99,9 @@ def test_threads_bind_torch_in_the_runners_thread(folder):
     assert seen == 1
     loaded.runner.close()
     torch.set_num_threads(before)
+
+
+def test_ranks_are_refused_without_a_head_that_starts_them(folder):
+    config = dataclasses.replace(CONFIG, model=folder, parallel=ParallelConfig(tp_size=2))
+    with pytest.raises(ConfigError, match="tp_size=2, pp_size=1: ranks are processes that a head starts; use `sonar s"):
+        load_runner(config, machine=MACHINE)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sonar.config import CacheConfig, EngineConfig, LayerKind, ModelConfig, ParallelConfig, RopeConfig, SchedulerConfig
+from sonar.config import CacheConfig, EngineConfig, LayerKind, ModelConfig, RopeConfig, SchedulerConfig
 from sonar.errors import CapacityError, ConfigError
 from sonar.kvcache.groups import cache_groups
-from sonar.worker.resolve import CPU_CACHE_CAP_BYTES, Machine, MemoryUse, resolve_cache, resolve_config
+from sonar.worker.resolve import CPU_CACHE_CAP_BYTES, CacheNeeds, Machine, MemoryUse, resolve_cache, resolve_config
 
 GIB = 1 << 30
 CPU = Machine(num_cpus=6, host_bytes=16 * GIB)
@@ -79,8 +79,6 @@ def test_threads_and_cache_dtype_as_given_or_found():
     ("config", "message"),
     [
         (EngineConfig(model="m", device="cuda"), "no CUDA device; use device='cpu'"),
-        (EngineConfig(model="m", parallel=ParallelConfig(tp_size=2)), "tp_size=2; parallel ranks are not supported"),
-        (EngineConfig(model="m", parallel=ParallelConfig(pp_size=3)), "pp_size=3; parallel ranks are not supported"),
     ],
 )
 def test_what_cannot_be_is_refused(config, message):
@@ -154,3 +152,25 @@ def test_a_given_context_that_does_not_fit_is_refused_with_the_figures():
 def test_no_memory_at_all_is_refused_with_the_figures():
     with pytest.raises(CapacityError, match=r"needs \d+ bytes .* there are 0; raise"):
         cache_of(EngineConfig(model="m"), Machine(num_cpus=1, host_bytes=GIB))
+
+
+def test_ranks_of_one_host_share_its_cpus_and_memory():
+    assert CPU.shared_by(4) == Machine(num_cpus=1, host_bytes=4 * GIB)
+    shared = HOPPER.shared_by(8)
+    assert (shared.num_cpus, shared.cuda_bytes) == (1, HOPPER.cuda_bytes), "each has a device of its own"
+
+
+def test_all_ranks_plan_by_the_tightest_of_their_needs():
+    model = make_model(kinds=(LayerKind.FULL, LayerKind.SLIDING, LayerKind.FULL))
+    config, _ = resolve_config(EngineConfig(model="m", cache=CacheConfig(memory_bytes=1 << 26)), model, CPU)
+    own = []
+
+    def agree(needs: CacheNeeds) -> CacheNeeds:
+        own.append(needs)
+        return CacheNeeds(needs.budget // 2, 2 * needs.token_bytes, (3, 1))
+
+    groups = tuple(group.within(range(1, 3)) for group in cache_groups(model))
+    _, few = resolve_cache(config, groups, TOKEN_BYTES, USE, CPU, is_length_given=False, agree=agree)
+    assert own == [CacheNeeds(1 << 26, TOKEN_BYTES, (1, 1))]
+    _, many = resolve_cache(config, groups, TOKEN_BYTES, USE, CPU, is_length_given=False)
+    assert all(a < b for a, b in zip(few, many))
