@@ -1,1 +1,1 @@
-"""What a head must remember over a restart."""
+"""What a head must remember over a restart, and over its own end."""
