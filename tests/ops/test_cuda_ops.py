@@ -6,7 +6,9 @@ Tolerances: a result of a 16-bit dtype may differ by a few of its last digits, s
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -216,3 +218,21 @@ def test_ties_go_to_the_lower_id() -> None:
     logits = torch.zeros(1, 9001, device=DEVICE)
     logits[0, [5000, 77, 8999]] = 3.0
     assert _table(HALF).sample(logits, dataclasses.replace(sampling, **moved)).tolist() == [77]
+
+
+def test_tiles_of_a_known_and_an_unknown_device(tmp_path: Path) -> None:
+    from sonar.ops.cuda_tiles import FewRowsTiles, OneRowTiles, TileTable, tile_key
+
+    path = tmp_path / "tiles.json"
+    entries = {
+        tile_key(1, 64, 32, "norm"): {"block_n": 2, "block_k": 32, "num_warps": 1},
+        tile_key(8, 64, 32, "add"): {"block_n": 16, "block_k": 32, "split_k": 1, "num_warps": 4, "num_stages": 2},
+    }
+    path.write_text(json.dumps({"card": entries}))
+    known, unknown = TileTable("card", path), TileTable("other card", path)
+    assert known.one_row(64, 32, "norm") == OneRowTiles(2, 32, 1)
+    assert known.few_rows(2, 64, 32, "add") == FewRowsTiles(16, 32, 1, 4, 2)
+    assert known.few_rows(9, 64, 32, "add") is None and unknown.few_rows(2, 64, 32, "add") is None
+    for num_out, num_in in ((96, 64), (4096, 1024), (151936, 1024), (4096, 14336)):
+        tiles = unknown.one_row(num_out, num_in, "plain")
+        assert tiles.block_n * tiles.block_k <= 16384, "a tile that does not stay in registers"
