@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sonar.config import ParallelConfig
+from sonar.distributed.tensor_parallel import collective
 
 
 @dataclass
@@ -53,22 +54,26 @@ class PipelineLinks:
         assert isinstance(own, dist.ProcessGroup)
         return own
 
+    @collective
     def send_hidden(self, hidden_TD: Tensor) -> dist.Work | None:
         """Starts to send to the next stage; the tensor must stay as it is until the work is done."""
         self._count(hidden_TD)
         return dist.isend(hidden_TD, self._rank + self._stride, group=self._hidden)
 
+    @collective
     def receive_hidden(self, num_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Waits for the previous stage's (T, D)."""
         hidden_TD = torch.empty((num_tokens, hidden_size), dtype=dtype, device=device)
         dist.recv(hidden_TD, self._rank - self._stride, group=self._hidden)
         return hidden_TD
 
+    @collective
     def send_tokens(self, token_S: Tensor) -> dist.Work | None:
         """From the last stage: starts to send the drawn tokens to the first."""
         self._count(token_S)
         return dist.isend(token_S, self._rank % self._stride, group=self._tokens)
 
+    @collective
     def receive_tokens(self, num_tokens: int, device: torch.device) -> Tensor:
         """In the first stage: waits for the tokens of the oldest step whose tokens have not been received."""
         token_S = torch.empty(num_tokens, dtype=torch.int64, device=device)

@@ -8,16 +8,38 @@ share that is then gathered, which sends no more than a ring does. Knows nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sonar.distributed.shard_map import split
+from sonar.errors import RemoteError
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# The one is deprecated since torch 2.13, the other did not exist before.
+_all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Up to here one all-gather of (size - 1) tensors beats two steps of less: below, latency decides.
 _GATHER_BYTES = 64 << 10
+
+
+def collective(function: Callable[P, R]) -> Callable[P, R]:
+    """What torch raises when another rank has gone, as a `RemoteError`: this rank is not the one at fault."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            raise RemoteError(f"{function.__name__} with other ranks failed: {error}") from error
+
+    return call
 
 
 @dataclass
@@ -61,6 +83,7 @@ class TensorParallelGroup:
         """See `TensorParallel.vocabulary`."""
         return split(vocab_size, self._size, self._rank)
 
+    @collective
     def sum(self, x: Tensor) -> Tensor:
         """See `TensorParallel.sum`."""
         size_bytes = x.numel() * x.element_size()
@@ -75,6 +98,7 @@ class TensorParallelGroup:
         self.counts.sum_bytes += 2 * (self._size - 1) * size_bytes // self._size
         return self._sum_shares(x)
 
+    @collective
     def gather_columns(self, x_SV: Tensor, vocab_size: int) -> Tensor | None:
         """See `TensorParallel.gather_columns`. Uneven shares travel padded to the largest."""
         widths = [split(vocab_size, self._size, rank).size for rank in range(self._size)]
@@ -90,12 +114,14 @@ class TensorParallelGroup:
         dist.gather(padded_SV, pieces, dst=self._root, group=self._group)
         return torch.cat([piece[:, :width] for piece, width in zip(pieces, widths)], dim=1)
 
+    @collective
     def gather_pairs(self, pairs_SC: Tensor) -> Tensor:
         """See `TensorParallel.gather_pairs`."""
         self.counts.gathers += 1
         self.counts.gather_bytes += (self._size - 1) * pairs_SC.numel() * pairs_SC.element_size()
         return self._all_gather(pairs_SC)
 
+    @collective
     def broadcast(self, x: Tensor) -> Tensor:
         """See `TensorParallel.broadcast`."""
         self.counts.broadcasts += 1
@@ -107,7 +133,7 @@ class TensorParallelGroup:
     def _all_gather(self, x: Tensor) -> Tensor:
         """(size, *x.shape)."""
         out = torch.empty((self._size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(out, x.contiguous(), group=self._group)
+        _all_gather_into(out, x.contiguous(), group=self._group)
         return out.view(self._size, *x.shape)
 
     def _sum_shares(self, x: Tensor) -> Tensor:
@@ -118,7 +144,7 @@ class TensorParallelGroup:
         arrived = torch.empty_like(padded)
         dist.all_to_all_single(arrived, padded, group=self._group)
         own = _ordered_sum(arrived.view(self._size, share))
-        dist.all_gather_into_tensor(padded, own, group=self._group)
+        _all_gather_into(padded, own, group=self._group)
         return padded[: x.numel()].view(x.shape)
 
 

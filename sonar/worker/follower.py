@@ -17,7 +17,7 @@ from sonar.config import EngineConfig
 from sonar.distributed.rank_link import RankLink
 from sonar.errors import ConfigError, SonarError, UserError
 from sonar.process import EXIT_USER_ERROR
-from sonar.worker.lead import LeadSpec, rank_spec
+from sonar.worker.lead import LeadSpec, let_the_cause_be_told, rank_spec
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ def load_follower_builder(entry: str) -> FollowerBuilder:
 def _report(link: RankLink, loop: Following | None, error: Exception) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     text = traceback.format_exc()
+    let_the_cause_be_told(error)
     logger.error("rank %d is over:\n%s", link.spec.rank, text)
     step = loop.num_steps - 1 if loop is not None else -1
     message = error.message if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

@@ -20,7 +20,7 @@ import msgspec
 
 from sonar.config import EngineConfig
 from sonar.distributed.rank_link import RankLink, RankSpec
-from sonar.errors import ConfigError, SonarError, UserError
+from sonar.errors import ConfigError, RemoteError, SonarError, UserError
 from sonar.messages import Fault, HeadToLead, LeadHello, LeadReady, LoadProgress
 from sonar.process import EXIT_USER_ERROR
 from sonar.transport import Address, PeerId, PeerKind
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 30.0
 FAULT_LINGER_MS = 2000
 PROGRESS_INTERVAL_S = 0.1
+CONSEQUENCE_DELAY_S = 0.5
 
 
 class LeadSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,6 +170,13 @@ def _serve(spec: LeadSpec, link: Client, flag: _TermFlag) -> int:
     return 0
 
 
+def let_the_cause_be_told(error: Exception) -> None:
+    """Waits a little before a fault is reported that follows from another rank's end: that one, or its agent, is to be
+    heard first, for it knows why."""
+    if isinstance(error, RemoteError):
+        time.sleep(CONSEQUENCE_DELAY_S)
+
+
 def rank_spec(spec: LeadSpec) -> RankSpec:
     """The part of a spec by which a rank meets the others."""
     return RankSpec(
@@ -212,6 +220,7 @@ def _report_fault(spec: LeadSpec, link: Client, loop: LeadLoop | None, error: Ex
     """Tells the head and the log. SIGTERM is ignored from here: the exit code is to be the fault's."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     text = traceback.format_exc()
+    let_the_cause_be_told(error)
     logger.error("incarnation %d is over:\n%s", spec.incarnation, text)
     step = loop.num_steps - 1 if loop is not None else -1
     message = error.message if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
