@@ -1,9 +1,9 @@
 """The journal of answers that outlive their connection, and their head: what was asked, drawn and sent.
 
 An answer is that of one HTTP request. Its updates are written before they are sent, so that a head that is started
-again knows all that any client can have seen. One SQLite file, one thread that writes it: whatever waits when the thread
-looks goes into one transaction. A commit is handed to the operating system, which a killed process does not undo; it is
-not synced, so a power cut may take the last seconds. Knows no HTTP and no text. Called by `cluster.api.live_answers`.
+again knows all that any client can have seen. One SQLite file, one thread that writes it: whatever waits when the
+thread looks goes into one transaction. A commit is handed to the operating system, which a killed process does not
+undo; it is not synced, so a power cut may take the last seconds. Knows no HTTP and no text. Called by the API.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
         key: the client's own name for it (`Idempotency-Key`), or empty.
         route: path of the endpoint. body: its JSON, seed included. asked: digest of the body as it came.
         fingerprint: digest of what was made of the body; another one means that model or tokenizer have changed.
+        max_model_len: of the model then, which output lengths were cut to.
         streams: whether its output is sent as events.
     """
 
@@ -60,6 +61,7 @@ class AnswerRecord(msgspec.Struct, frozen=True, kw_only=True):
     asked: bytes
     fingerprint: bytes
     created_unix_s: int
+    max_model_len: int
     streams: bool
 
 
@@ -146,7 +148,9 @@ class AnswerJournal:
         self._thread = Thread(target=self._write_forever, name="answer-journal", daemon=True)
         self._thread.start()
 
-    def __len__(self) -> int:
+    @property
+    def num_answers(self) -> int:
+        """Open ones and those that are kept."""
         return len(self._entries)
 
     def find(self, owner: str, answer_id: str) -> AnswerRecord | None:

@@ -23,13 +23,23 @@ from cluster.config import (
     TlsFiles,
 )
 from cluster.security import read_key_file
+from cluster.store.settings import StoreConfig
 from cluster.toml_tables import Table
 from sonar.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from sonar.errors import ConfigError
 
 AUTO = "auto"
-_TOP = ("state_dir", "network", "http", "security", "nodes", "timeouts", "restart", "deployment")
-_HTTP_API = ("cors_origins", "max_body_bytes", "max_choices", "body_timeout_s", "send_timeout_s", "retry_after_s")
+_TOP = ("state_dir", "network", "http", "security", "nodes", "store", "timeouts", "restart", "deployment")
+_HTTP_API = (
+    "cors_origins",
+    "max_body_bytes",
+    "max_choices",
+    "body_timeout_s",
+    "send_timeout_s",
+    "retry_after_s",
+    "resumable_streams",
+    "resume_window_s",
+)
 _HTTP_OWN = ("host", "port", "certificate", "private_key", "trust_request_chat_template")
 _PARALLEL = {"tp": "tp_size", "pp": "pp_size"}
 _DEPLOYMENT = ("name", "model", "replicas", "served_name", "max_queued", "queue_timeout_s", "runtime")
@@ -78,6 +88,7 @@ def read_cluster_file(file: Path, default_state_dir: Callable[[int], Path]) -> H
             restart=top.table("restart").build(RestartPolicy),
             token_file=security.get("token_file", Path, None),
             nodes=_nodes(nodes),
+            store=_store(top.table("store")),
         )
     except ConfigError as error:
         raise _in_file(file, error) from error
@@ -129,6 +140,12 @@ def _nodes(table: Table) -> NodesConfig:
     names = [field.name for field in dataclasses.fields(NodesConfig)]
     table.check_keys((*names, "head_runs_workers"))
     return table.build(NodesConfig, {name: name for name in names})
+
+
+def _store(table: Table) -> StoreConfig:
+    names = [field.name for field in dataclasses.fields(StoreConfig)]
+    table.check_keys(names)
+    return table.build(StoreConfig, {name: name for name in names})
 
 
 def _deployment(table: Table) -> DeploymentConfig:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from cluster.answer_journal import AnswerJournal
 from cluster.config import ClusterConfig
 from cluster.control import ControlPlane
 from cluster.events import DeploymentApplied, NodeGone
@@ -34,7 +35,8 @@ from cluster.metrics import HeadMetrics
 from cluster.operator_messages import OperatorToHead
 from cluster.security import load_or_create_token
 from cluster.status import ClusterStatus
-from cluster.store.sqlite import SqliteStore
+from cluster.store.contract import StoreUnavailableError
+from cluster.store.registry import open_store
 from cluster.versions import installed_versions
 from sonar.errors import ConfigError
 from sonar.messages import LeadToHead, RankToHead
@@ -44,6 +46,7 @@ from sonar.transport_server import Server
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
+CEILING_CHECK_S = 1.0
 LOCAL_NODE = "local"
 # A head that serves one deployment from its own host ends when the first start fails twice.
 START_ATTEMPTS = 2
@@ -51,11 +54,17 @@ START_ATTEMPTS = 2
 
 @dataclass(frozen=True)
 class HeadServices:
-    """What the HTTP application is made from. registry: the head's metrics, to be shown with the application's own."""
+    """What the HTTP application is made from.
+
+    Attributes:
+        registry: the head's metrics, to be shown with the application's own.
+        journal: of answers that outlive their connection and this head; closed by the head.
+    """
 
     gateway: Gateway
     registry: CollectorRegistry
     status: Callable[[], ClusterStatus]
+    journal: AnswerJournal
 
 
 AppFactory = Callable[[HeadServices], Any]
@@ -135,13 +144,15 @@ class Head:
         )
         opened.callback(server.close)
         control_address = server.bind(config.network.control_host, config.network.control_port)
-        store = SqliteStore(config.state_dir / "head.db")
+        store = open_store(config.store, config.state_dir)
         opened.callback(store.close)
+        journal = AnswerJournal(config.state_dir / "answers.db")
+        opened.callback(journal.close)
         self.control_address = control_address
         self.control = ControlPlane(config, server, store, installed_versions(), time.monotonic)
         state, table = self.control.state, self.control.table
         gateway = HeadGateway(table, partial(served_models, state, table, int(time.time())))
-        self.services = HeadServices(gateway, HeadMetrics(self.control).registry, self.control.status)
+        self.services = HeadServices(gateway, HeadMetrics(self.control).registry, self.control.status, journal)
         self.http = HttpServer(app_factory(self.services), listener, config.network.tls)
         self.agent = self._make_agent(agent_command) if agent_command else None
 
@@ -168,13 +179,14 @@ class Head:
         try:
             async with asyncio.TaskGroup() as group:
                 self._startup()
-                ticker = group.create_task(self._tick_forever())
+                routines = [group.create_task(self._tick_forever()), group.create_task(self._raise_ceiling_in_time())]
                 group.create_task(self.http.run())
                 if self.agent is not None:
                     group.create_task(self.agent.run())
                 await self._stopping.wait()
                 await self._shutdown()
-                ticker.cancel()
+                for routine in routines:
+                    routine.cancel()
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -189,6 +201,16 @@ class Head:
             self._observer.on_listening(self.http.address, self.control_address)
         for deployment in self.config.deployments:
             self.control.feed(DeploymentApplied(deployment))
+
+    async def _raise_ceiling_in_time(self) -> None:
+        """In a thread: a store that is slow or away holds nothing up here."""
+        while True:
+            await asyncio.sleep(CEILING_CHECK_S)
+            if self.control.incarnations.is_near:
+                try:
+                    await asyncio.to_thread(self.control.incarnations.raise_ceiling)
+                except StoreUnavailableError as error:
+                    logger.warning("%s; serving goes on, and it is asked again", error)
 
     async def _tick_forever(self) -> None:
         shown: object = None

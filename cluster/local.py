@@ -61,6 +61,12 @@ def serve_local(
     )
 
     def make_app(services: HeadServices) -> Any:
-        return create_app(services.gateway, options.api, registry=services.registry, load_tokenizer=load_tokenizer)
+        return create_app(
+            services.gateway,
+            options.api,
+            registry=services.registry,
+            load_tokenizer=load_tokenizer,
+            journal=services.journal,
+        )
 
     return run_head(config, make_app, agent_command=agent_command, observer=observer, exit_when_failed=True)

@@ -15,9 +15,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.api.asgi import CLIENT_CLOSED, ClientGoneError, SendWatch, SlowReaderError, send_error, until_disconnect
+from cluster.api.batch_writer import BatchWriter
 from cluster.api.choice import Choice
 from cluster.api.errors import to_api_error
-from cluster.api.generation import Update, run_choices
+from cluster.api.generation import run_choices
 from cluster.api.metrics import GenerationMetrics
 from cluster.api.middleware import DIRECT_SEND
 from cluster.api.settings import ApiSettings
@@ -27,14 +28,12 @@ from cluster.gateway import Gateway
 
 logger = logging.getLogger(__name__)
 
-_SSE_HEADERS = (
+SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
 )
-# What writing one row of prompt logprobs costs, in characters to tokenize.
-_CHARS_PER_LOGPROB_ROW = 20
-_JSON_TYPE = (b"content-type", b"application/json")
+JSON_TYPE = (b"content-type", b"application/json")
 
 
 class GenerationAnswer(Response):
@@ -59,20 +58,17 @@ class GenerationAnswer(Response):
         super().__init__()
         self._gateway = gateway
         self._choices = choices
-        self._writer = writer
+        self._writer = BatchWriter(choices, writer, tokenizers)
         self._metrics = metrics
         self._settings = settings
-        self._tokenizers = tokenizers
         self._on_token = on_token
-        self._has_prompt_logprobs = any(c.request.sampling.prompt_logprobs is not None for c in choices)
         self._started = False
-        self._num_open = len(choices)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer; returns when it is sent or nobody reads it any more."""
         request_id = self._choices[0].request.request_id
         try:
-            await until_disconnect(receive, self._run(send, scope[DIRECT_SEND]), lambda: self._num_open == 0)
+            await until_disconnect(receive, self._run(send, scope[DIRECT_SEND]), lambda: self._writer.num_open == 0)
         except ClientGoneError:
             logger.info("%s: the client is gone, its work is aborted", request_id)
             if not self._started:
@@ -88,37 +84,20 @@ class GenerationAnswer(Response):
             async with aclosing(run_choices(self._gateway, self._choices, self._metrics)) as batches:
                 async for batch in batches:
                     self._on_token()
-                    data = await self._written_aside(batch) if self._has_prompt_logprobs else self._written(batch)
+                    data = await self._writer.write(batch, is_first=not self._started)
                     if data:
                         watch.began()
                         if not self._started:
                             await self._start(data, send)
-                        await direct_send({"type": "http.response.body", "body": data, "more_body": self._num_open > 0})
+                        await direct_send(
+                            {"type": "http.response.body", "body": data, "more_body": self._writer.num_open > 0}
+                        )
                         watch.ended()
-
-    async def _written_aside(self, batch: Sequence[Update]) -> bytes:
-        """`_written`, in a thread when the batch may bring the logprobs of a long prompt: tens of thousands of entries
-        would hold up every other stream."""
-        num_rows = sum(len(choice.prompt_logprobs) for choice, _ in batch)
-        is_large = not self._started or any(piece.finish is not None for _, piece in batch)
-        chars = num_rows * _CHARS_PER_LOGPROB_ROW if is_large else 0
-        return await self._tokenizers.run(chars, lambda: self._written(batch))
-
-    def _written(self, batch: Sequence[Update]) -> bytes:
-        """The bytes of a batch of pieces, and of the end when it is there."""
-        data = b""
-        for choice, piece in batch:
-            data += self._writer.update(choice, piece)
-            if piece.finish is not None:
-                self._num_open -= 1
-                if self._num_open == 0:
-                    data += self._writer.end()
-        return data
 
     async def _start(self, data: bytes, send: Send) -> None:
         """Send the head of a response whose first or only bytes are `data`."""
         self._started = True
-        headers = _SSE_HEADERS if self._writer.streams else (_JSON_TYPE, (b"content-length", b"%d" % len(data)))
+        headers = SSE_HEADERS if self._writer.streams else (JSON_TYPE, (b"content-length", b"%d" % len(data)))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _send_error(self, error: Exception, send: Send) -> None:
@@ -127,6 +106,6 @@ class GenerationAnswer(Response):
             logger.error("%s failed", self._choices[0].request.request_id, exc_info=error)
         if not self._started:
             await send_error(told, send)
-        elif self._num_open > 0:
+        elif self._writer.num_open > 0:
             body = b"data: " + told.body() + b"\n\n"
             await send({"type": "http.response.body", "body": body, "more_body": False})

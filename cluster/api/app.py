@@ -3,7 +3,7 @@
 A request passes `RequestFrame` (id, metrics), `KeyCheck`, then a route. A generating route reads the body (`body`,
 `schemas`, `fields`), makes prompts (`prompts`) and sampling settings (`sampling`), and returns a `GenerationAnswer`,
 which runs the choices (`generation`, `choice`) and sends what a writer makes of them (`chat_format`,
-`completion_format`).
+`completion_format`). A client that may come back gets an `AnswerReader` of a `LiveAnswer` instead.
 Knows nothing of replicas: that is the gateway's side. Called by the head's main.
 """
 
@@ -21,15 +21,20 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cluster.answer_journal import AnswerJournal, AnswerRecord
 from cluster.api.asgi import CLIENT_CLOSED, ClientGoneError
 from cluster.api.errors import ApiError, to_api_error
-from cluster.api.generate_routes import generate_router
+from cluster.api.generate_routes import ChatRoute, CompletionRoute, generate_router, generate_routes
 from cluster.api.info_routes import info_router, tokenize_router
+from cluster.api.journal_metrics import JournalMetrics
+from cluster.api.live_answer import AnswerTools, Prepared
+from cluster.api.live_answers import LiveAnswers
 from cluster.api.metrics import ApiMetrics
 from cluster.api.middleware import KeyCheck, RequestFrame
 from cluster.api.openapi import install_openapi
 from cluster.api.prompts import PromptBuilder
 from cluster.api.readiness import Readiness
+from cluster.api.resume_routes import resume_router
 from cluster.api.services import Services
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizers import TokenizerPool
@@ -46,22 +51,18 @@ def create_app(
     *,
     registry: CollectorRegistry,
     load_tokenizer: Callable[[str], Tokenizer],
+    journal: AnswerJournal | None = None,
 ) -> FastAPI:
     """The application, ready for any ASGI server.
 
     Args:
         registry: gets the API's metrics, and is what `/metrics` shows; hand in the head's own.
         load_tokenizer: reads the tokenizer at a `ServedModel.path`; called in a thread, once a path.
+        journal: of answers that outlive their connection; None keeps them for as long as this process lives.
     """
-    tokenizers = TokenizerPool(load_tokenizer, settings)
-    services = Services(
-        gateway=gateway,
-        settings=settings,
-        tokenizers=tokenizers,
-        prompts=PromptBuilder(tokenizers, settings),
-        metrics=ApiMetrics(registry),
-        readiness=Readiness(gateway, tokenizers, settings),
-    )
+    journal = AnswerJournal() if journal is None else journal
+    services, routes = _services(gateway, settings, registry, load_tokenizer, journal)
+    registry.register(JournalMetrics(journal, services.answers))
     app = FastAPI(
         title="Sonar",
         version=settings.version,
@@ -69,7 +70,7 @@ def create_app(
         lifespan=lambda _: _lifespan(services),
         redirect_slashes=False,
     )
-    for router in (generate_router(services), tokenize_router(services), info_router(services)):
+    for router in (generate_router(routes), resume_router(services), tokenize_router(services), info_router(services)):
         app.include_router(router)
     _answer_errors(app, settings)
     install_openapi(app, has_keys=bool(settings.api_keys))
@@ -83,14 +84,47 @@ def create_app(
     return app
 
 
+def _services(
+    gateway: Gateway,
+    settings: ApiSettings,
+    registry: CollectorRegistry,
+    load_tokenizer: Callable[[str], Tokenizer],
+    journal: AnswerJournal,
+) -> tuple[Services, dict[str, ChatRoute | CompletionRoute]]:
+    """The parts, and the routes that generate."""
+    tokenizers = TokenizerPool(load_tokenizer, settings)
+    metrics = ApiMetrics(registry)
+    readiness = Readiness(gateway, tokenizers, settings)
+    routes: dict[str, ChatRoute | CompletionRoute] = {}
+
+    async def remake(record: AnswerRecord) -> Prepared:
+        return await routes[record.route].remake(record)
+
+    tools = AnswerTools(gateway, journal, tokenizers, metrics.of_model, readiness.saw_token)
+    services = Services(
+        gateway=gateway,
+        settings=settings,
+        tokenizers=tokenizers,
+        prompts=PromptBuilder(tokenizers, settings),
+        metrics=metrics,
+        readiness=readiness,
+        answers=LiveAnswers(tools, settings, remake),
+    )
+    routes.update(generate_routes(services))
+    return services, routes
+
+
 @asynccontextmanager
 async def _lifespan(services: Services) -> AsyncIterator[None]:
-    """Load the tokenizers of the models there are while the server starts, so that no request waits for it."""
+    """Load the tokenizers of the models there are while the server starts, so that no request waits for it, and go on
+    with what an earlier head left open."""
     async with asyncio.TaskGroup() as group:
         warmers = [group.create_task(_warm(services, path)) for path in {m.path for m in services.gateway.models()}]
+        await services.answers.begin(group)
         try:
             yield
         finally:
+            services.answers.end()
             for task in warmers:
                 task.cancel()
             services.tokenizers.close()

@@ -1,24 +1,36 @@
-"""POST /v1/chat/completions and /v1/completions: from a body to the answer that runs it."""
+"""POST /v1/chat/completions and /v1/completions: from a body to the answer that runs it.
+
+An answer lives as long as its connection (`answer`), unless its client may come back for it (`live_answers`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Generic, TypeVar
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
+from starlette.responses import Response
 
+from cluster.answer_journal import AnswerRecord
 from cluster.api.answer import GenerationAnswer
-from cluster.api.body import BodyReader
+from cluster.api.answer_reader import AnswerReader
+from cluster.api.body import BodyReader, read_body
 from cluster.api.chat_format import ChatChunkWriter, ChatWriter
 from cluster.api.choice import Choice
 from cluster.api.completion_format import CompletionChunkWriter, CompletionOptions, CompletionWriter
 from cluster.api.errors import invalid
+from cluster.api.live_answer import Prepared
 from cluster.api.middleware import REQUEST_ID
 from cluster.api.openapi import body_schema
 from cluster.api.prompts import Prompt, too_many_choices
+from cluster.api.resume import ResumeHeaders, check_number, check_same, digest, resume_headers
 from cluster.api.sampling import (
     SequenceIds,
     chat_max_tokens,
@@ -34,18 +46,30 @@ from cluster.gateway import ServedModel
 from sonar.sampling_params import MAX_LOGPROBS, SamplingParams
 from sonar.tokenizer import OutputText, Tokenizer
 
+BodyT = TypeVar("BodyT", bound=SamplerFields)
 
-def generate_router(services: Services) -> APIRouter:
-    """The two routes."""
+
+def generate_routes(services: Services) -> dict[str, ChatRoute | CompletionRoute]:
+    """The two routes by their paths."""
+    return {route.path: route for route in (ChatRoute(services), CompletionRoute(services))}
+
+
+def generate_router(routes: Mapping[str, ChatRoute | CompletionRoute]) -> APIRouter:
+    """What the application includes of them."""
     router = APIRouter(tags=["generate"])
-    chat = ChatRoute(services)
-    completion = CompletionRoute(services)
-    for path, route, kind in (
-        ("/v1/chat/completions", chat.answer_to, ChatCompletionRequest),
-        ("/v1/completions", completion.answer_to, CompletionRequest),
-    ):
-        router.add_api_route(path, route, methods=["POST"], summary=path, openapi_extra=body_schema(kind))
+    for path, route in routes.items():
+        extra = body_schema(route.kind)
+        router.add_api_route(path, route.answer_to, methods=["POST"], summary=path, openapi_extra=extra)
     return router
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What a request is called, and when it came. arrival_s: monotonic."""
+
+    response_id: str
+    created_unix_s: int
+    arrival_s: float
 
 
 @dataclass(frozen=True)
@@ -58,27 +82,104 @@ class _Job:
     tokenizer: Tokenizer
 
 
-class _Generator:
-    """What both routes do alike."""
+class _Generator(Generic[BodyT]):
+    """What both routes do alike.
 
-    def __init__(self, services: Services) -> None:
+    Args:
+        path: of the route. prefix: of response ids.
+    """
+
+    def __init__(self, services: Services, kind: type[BodyT], path: str, prefix: str) -> None:
+        self.kind = kind
+        self.path = path
+        self._prefix = prefix
         self._services = services
+        self._reader = BodyReader(kind, services.settings)
 
-    async def job(self, request: Request, body: SamplerFields, prefix: str, arrival_s: float) -> _Job:
-        """Check what both forms share and find the model.
-
-        Raises:
-            ApiError: 400, 404, 503.
-        """
-        _check_common(body)
+    async def answer_to(self, request: Request) -> Response:
+        """Completion in OpenAI's form; `stream` gives Server-Sent Events."""
+        arrival_s = time.monotonic()
+        raw = await read_body(request, self._services.settings)
+        headers = resume_headers(request)
+        known = await self._known(headers, digest(raw))
+        if known is not None:
+            return known
+        body = self._reader.decode(raw)
+        is_kept = self._is_kept(headers, body)
+        if is_kept and body.seed is None:
+            body.seed = secrets.randbits(63)
+        names = _Names(f"{self._prefix}-{request.scope[REQUEST_ID]}", int(time.time()), arrival_s)
         model = self._services.model(body.model)
         self._services.check_ready(model)
-        response_id = f"{prefix}-{request.scope[REQUEST_ID]}"
-        ids = SequenceIds(response_id, arrival_s, body.priority or 0, body.cache_salt or "")
-        head = ResponseHead(response_id, int(time.time()), model.name)
+        prepared = await self._prepare(body, await self._job(body, model, names))
+        if not is_kept:
+            return self._answer(prepared)
+        # Made of the same key in the meantime? Nothing is awaited from here to `start`.
+        known = await self._known(headers, digest(raw)) if headers.idempotency_key else None
+        if known is not None:
+            return known
+        record = AnswerRecord(
+            answer_id=names.response_id,
+            owner=headers.owner,
+            key=headers.idempotency_key,
+            route=self.path,
+            body=msgspec.json.encode(body),
+            asked=digest(raw),
+            fingerprint=prepared.fingerprint,
+            created_unix_s=names.created_unix_s,
+            max_model_len=model.max_model_len,
+            streams=bool(body.stream),
+        )
+        return AnswerReader(self._services.answers.start(record, prepared), 0, self._services.settings)
+
+    async def remake(self, record: AnswerRecord) -> Prepared:
+        """The choices of an answer that an earlier head began."""
+        body = self._reader.decode(record.body)
+        model = dataclasses.replace(self._services.model(body.model), max_model_len=record.max_model_len)
+        names = _Names(record.answer_id, record.created_unix_s, time.monotonic())
+        return await self._prepare(body, await self._job(body, model, names))
+
+    async def _prepare(self, body: BodyT, job: _Job) -> Prepared:
+        raise NotImplementedError
+
+    async def _known(self, headers: ResumeHeaders, asked: bytes) -> AnswerReader | None:
+        """The answer that the client has had a part of, or has asked for before."""
+        answers, last = self._services.answers, headers.last_event
+        if last is not None:
+            answer = await answers.find(headers.owner, last.answer_id)
+        elif headers.idempotency_key and (found := await answers.find_key(headers.owner, headers.idempotency_key)):
+            answer = found
+        else:
+            return None
+        check_same(answer, self.path, asked)
+        number = last.number if last is not None else 0
+        check_number(answer, number)
+        return AnswerReader(answer, number, self._services.settings)
+
+    def _is_kept(self, headers: ResumeHeaders, body: BodyT) -> bool:
+        """Whether the answer outlives its connection."""
+        if headers.is_resumable and not body.stream:
+            raise invalid(
+                "Sonar-Resumable is for stream=true; for a whole answer send an Idempotency-Key",
+                param="Sonar-Resumable",
+            )
+        if headers.idempotency_key:
+            return True
+        default = self._services.settings.resumable_streams
+        return bool(body.stream) and (default if headers.is_resumable is None else headers.is_resumable)
+
+    async def _job(self, body: BodyT, model: ServedModel, names: _Names) -> _Job:
+        """Check what both forms share and find the tokenizer.
+
+        Raises:
+            ApiError: 400, 503.
+        """
+        _check_common(body)
+        ids = SequenceIds(names.response_id, names.arrival_s, body.priority or 0, body.cache_salt or "")
+        head = ResponseHead(names.response_id, names.created_unix_s, model.name)
         return _Job(head, ids, model, await self._services.tokenizer(model))
 
-    async def params(
+    async def _params(
         self,
         body: SamplerFields,
         job: _Job,
@@ -98,7 +199,7 @@ class _Generator:
         )
         return await self._services.tokenizers.run(sum(map(len, body.bad_words or ())), work)
 
-    def choices(
+    def _choices(
         self,
         job: _Job,
         prompts: Sequence[Prompt],
@@ -120,35 +221,31 @@ class _Generator:
                 choices.append(Choice(generate, text, index=len(choices), prompt_index=prompt_index))
         return choices
 
-    def answer(self, job: _Job, choices: Sequence[Choice], writer: Writer) -> GenerationAnswer:
+    def _answer(self, prepared: Prepared) -> GenerationAnswer:
         """The response that runs the choices."""
         services = self._services
-        name = job.model.name
-
-        def on_token() -> None:
-            services.readiness.saw_token(name)
-
-        metrics = services.metrics.of_model(name)
+        metrics = services.metrics.of_model(prepared.model)
         return GenerationAnswer(
-            services.gateway, choices, writer, metrics, services.settings, services.tokenizers, on_token
+            services.gateway,
+            prepared.choices,
+            prepared.writer,
+            metrics,
+            services.settings,
+            services.tokenizers,
+            partial(services.readiness.saw_token, prepared.model),
         )
 
 
-class ChatRoute(_Generator):
+class ChatRoute(_Generator[ChatCompletionRequest]):
     """/v1/chat/completions."""
 
     def __init__(self, services: Services) -> None:
-        super().__init__(services)
-        self._reader = BodyReader(ChatCompletionRequest, services.settings)
+        super().__init__(services, ChatCompletionRequest, "/v1/chat/completions", "chatcmpl")
 
-    async def answer_to(self, request: Request) -> GenerationAnswer:
-        """Chat completion in OpenAI's form; `stream` gives Server-Sent Events."""
-        arrival_s = time.monotonic()
-        body = await self._reader.read(request)
-        job = await self.job(request, body, "chatcmpl", arrival_s)
+    async def _prepare(self, body: ChatCompletionRequest, job: _Job) -> Prepared:
         logprobs = _chat_logprobs(body)
         count = num_computed(body)
-        params = await self.params(
+        params = await self._params(
             body,
             job,
             max_tokens=chat_max_tokens(body),
@@ -158,7 +255,7 @@ class ChatRoute(_Generator):
         prompt = await self._services.prompts.from_chat(
             job.tokenizer, body, add_special_tokens=bool(body.add_special_tokens)
         )
-        choices = self.choices(
+        choices = self._choices(
             job,
             [prompt],
             params,
@@ -172,24 +269,19 @@ class ChatRoute(_Generator):
             writer = ChatChunkWriter(job.head, job.tokenizer, choices, options=options, top_logprobs=logprobs)
         else:
             writer = ChatWriter(job.head, job.tokenizer, choices, num_shown=params.n, top_logprobs=logprobs)
-        return self.answer(job, choices, writer)
+        return Prepared(choices, writer, job.model.name)
 
 
-class CompletionRoute(_Generator):
+class CompletionRoute(_Generator[CompletionRequest]):
     """/v1/completions."""
 
     def __init__(self, services: Services) -> None:
-        super().__init__(services)
-        self._reader = BodyReader(CompletionRequest, services.settings)
+        super().__init__(services, CompletionRequest, "/v1/completions", "cmpl")
 
-    async def answer_to(self, request: Request) -> GenerationAnswer:
-        """Text completion in OpenAI's form; `stream` gives Server-Sent Events."""
-        arrival_s = time.monotonic()
-        body = await self._reader.read(request)
-        job = await self.job(request, body, "cmpl", arrival_s)
+    async def _prepare(self, body: CompletionRequest, job: _Job) -> Prepared:
         count = num_computed(body)
         echoes_logprobs = bool(body.echo) and body.logprobs is not None
-        params = await self.params(
+        params = await self._params(
             body,
             job,
             max_tokens=completion_max_tokens(body),
@@ -203,7 +295,7 @@ class CompletionRoute(_Generator):
             with_text=bool(body.echo),
         )
         skip_special_tokens = body.skip_special_tokens is not False
-        choices = self.choices(
+        choices = self._choices(
             job, prompts, params, count=count, skip_special_tokens=skip_special_tokens, after_text=True
         )
         options = CompletionOptions(
@@ -220,7 +312,7 @@ class CompletionRoute(_Generator):
             writer = CompletionChunkWriter(job.head, job.tokenizer, choices, options, stream_options)
         else:
             writer = CompletionWriter(job.head, job.tokenizer, choices, options)
-        return self.answer(job, choices, writer)
+        return Prepared(choices, writer, job.model.name)
 
 
 def _check_common(body: SamplerFields) -> None:

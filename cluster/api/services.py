@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from cluster.api.errors import ApiError
+from cluster.api.live_answers import LiveAnswers
 from cluster.api.metrics import ApiMetrics
 from cluster.api.prompts import PromptBuilder
 from cluster.api.readiness import Readiness
@@ -27,6 +28,7 @@ class Services:
     prompts: PromptBuilder
     metrics: ApiMetrics
     readiness: Readiness
+    answers: LiveAnswers
 
     def model(self, name: str) -> ServedModel:
         """The served model of this name.

@@ -32,6 +32,8 @@ class ApiSettings:
         ignored_fields: request fields that are accepted without effect, beside OpenAI's own (docs/api.md).
         trust_request_chat_template: whether a request may bring its own `chat_template`. A template is a program: it
             runs sandboxed, but can loop for long.
+        resumable_streams: whether a stream outlives its connection when its request does not say.
+        resume_window_s: how long such a stream goes on while nobody reads it.
         version: what `/version` says.
     """
 
@@ -49,6 +51,8 @@ class ApiSettings:
     cors_origins: tuple[str, ...] = ()
     ignored_fields: tuple[str, ...] = ()
     trust_request_chat_template: bool = False
+    resumable_streams: bool = False
+    resume_window_s: float = 60.0
     version: str = "0"
 
     def __post_init__(self) -> None:
@@ -57,7 +61,7 @@ class ApiSettings:
                 raise ConfigError(f"{name}={getattr(self, name)}; must be at least 1", param=name)
         if self.max_json_depth > 200:
             raise ConfigError(f"max_json_depth={self.max_json_depth}; at most 200", param="max_json_depth")
-        for name in ("body_timeout_s", "send_timeout_s", "ready_interval_s", "ready_timeout_s"):
+        for name in ("body_timeout_s", "send_timeout_s", "ready_interval_s", "ready_timeout_s", "resume_window_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}; must be above 0", param=name)
         if any(not key or key != key.strip() or not key.isascii() for key in self.api_keys):

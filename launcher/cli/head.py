@@ -85,7 +85,9 @@ def _serve(settings: HeadSettings, state: StateDir, cache_dir: Path, engines: li
     load = tokenizer_loader(config, cache_dir)
 
     def make_app(services: HeadServices) -> Any:
-        return create_app(services.gateway, api, registry=services.registry, load_tokenizer=load)
+        return create_app(
+            services.gateway, api, registry=services.registry, load_tokenizer=load, journal=services.journal
+        )
 
     models = ",".join(deployment.model for deployment in config.deployments)
     registration = Registration(state, config.network.http_host, models, is_https=config.network.tls is not None)

@@ -41,6 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     http.add_argument(
         "--trust-request-chat-template", action="store_true", help="let requests bring their own (a program, sandboxed)"
     )
+    http.add_argument(
+        "--resumable-streams",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="streams outlive their connection unless the client says no (default: when it asks; docs/reliability.md)",
+    )
+    http.add_argument(
+        "--resume-window", type=float, default=60.0, help="s that such a stream goes on without a reader (default: 60)"
+    )
     life = parser.add_argument_group("process")
     life.add_argument("--drain-timeout", type=float, default=30.0, help="s for open requests at the end (default: 30)")
     life.add_argument(
@@ -153,6 +162,8 @@ def _serve(
             api_keys=keys,
             cors_origins=tuple(args.cors_origin),
             trust_request_chat_template=args.trust_request_chat_template,
+            resumable_streams=args.resumable_streams,
+            resume_window_s=args.resume_window,
             version=__version__,
         ),
         timeouts=Timeouts(drain_s=args.drain_timeout),

@@ -15,6 +15,7 @@ import uvicorn
 from openai import OpenAI
 from prometheus_client import CollectorRegistry
 
+from cluster.answer_journal import AnswerJournal
 from cluster.api.app import create_app
 from cluster.api.settings import ApiSettings
 from tests.api.fakes import FakeGateway, byte_tokenizer
@@ -51,10 +52,12 @@ class Served:
 
 
 @contextmanager
-def serve(gateway: FakeGateway, settings: ApiSettings) -> Iterator[Served]:
+def serve(gateway: FakeGateway, settings: ApiSettings, journal: AnswerJournal | None = None) -> Iterator[Served]:
     """Run the API in a thread until the block ends."""
     registry = CollectorRegistry()
-    app = create_app(gateway, settings, registry=registry, load_tokenizer=lambda path: byte_tokenizer())
+    app = create_app(
+        gateway, settings, registry=registry, load_tokenizer=lambda path: byte_tokenizer(), journal=journal
+    )
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
     started = threading.Event()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
@@ -104,7 +105,7 @@ class FakeGateway:
             self.ended[request.request_id] = how
 
     async def _events(self, request: GenerateRequest, told: asyncio.Future[FinishReason]) -> AsyncIterator[TokenEvent]:
-        number = 0
+        number = first = len(request.emitted_token_ids or ())
         while True:
             await asyncio.wait((told,), timeout=self.delay_s) if self.delay_s else await asyncio.sleep(0)
             error = self.fail(request, number)
@@ -120,6 +121,8 @@ class FakeGateway:
                 )
                 return
             event = self._event(request, number)
+            if first:  # prompt figures were given before
+                event = msgspec.structs.replace(event, prompt_logprobs=[], num_cached_tokens=-1)
             yield event
             number += len(event.token_ids)
             if event.finish is not None:
