@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cluster.store.settings import StoreConfig
 from sonar.config import EngineConfig
 from sonar.errors import ConfigError
 
@@ -201,6 +202,7 @@ class ClusterConfig:
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     token_file: Path | None = None
     nodes: NodesConfig = field(default_factory=NodesConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
 
     def __post_init__(self) -> None:
         for kind, names in (

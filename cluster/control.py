@@ -40,6 +40,7 @@ from cluster.events import (
     StopRequested,
     Tick,
 )
+from cluster.incarnations import IncarnationCeiling
 from cluster.journal import MemoryJournal
 from cluster.messages import (
     AgentToHead,
@@ -66,9 +67,6 @@ from sonar.transport import DropReason, PeerId, PeerKind, TransportCounters
 from sonar.transport_server import MessageHandler
 
 logger = logging.getLogger(__name__)
-
-INCARNATION_KEY = "incarnation/"
-INCARNATION_STEP = 64
 
 
 class ControlLink(Protocol):
@@ -103,13 +101,12 @@ class ControlPlane:
         versions: Mapping[str, str],
         clock: Callable[[], float],
     ) -> None:
-        self._incarnation_ceiling = max((int(value) for value in store.items(INCARNATION_KEY).values()), default=0)
+        self.incarnations = IncarnationCeiling(store)
         self.server = server
-        self.state = ClusterState(config.timeouts, config.restart, versions, self._incarnation_ceiling, config.nodes)
+        self.state = ClusterState(config.timeouts, config.restart, versions, self.incarnations.floor, config.nodes)
         self.table = RequestTable(MemoryJournal(), self, clock)
         self.rendezvous = Rendezvous()
         self._operators = OperatorDesk(self.state, self.feed, self.status, versions)
-        self._store = store
         self._clock = clock
         self._versions = versions
         self._next_table_tick_s = 0.0
@@ -243,8 +240,7 @@ class ControlPlane:
                 self.server.send(PeerId(PeerKind.AGENT, node_id, agent_id), message)
             case RecordIncarnation(replica_id=replica_id, incarnation=incarnation):
                 self.rendezvous.forget(replica_id)
-                if incarnation > self._incarnation_ceiling:
-                    self._raise_ceiling(incarnation)
+                self.incarnations.give(incarnation)
             case OpenRoute(replica_id=replica_id, incarnation=incarnation, deployment=deployment, ready=ready):
                 self.table.open_route(replica_id, incarnation, deployment, ready)
             case DrainRoute(replica_id=replica_id, incarnation=incarnation, ask_lead=ask_lead):
@@ -261,13 +257,6 @@ class ControlPlane:
             case _:
                 assert_never(command)
         return []
-
-    def _raise_ceiling(self, incarnation: int) -> None:
-        """One durable number for all replicas, raised in steps. A write a start would hold up a large cluster's start
-        (5 ms each on a virtual disk), and a store that is away would hold up every restart."""
-        ceiling = incarnation - 1 + INCARNATION_STEP
-        self._store.put(f"{INCARNATION_KEY}ceiling", str(ceiling).encode())
-        self._incarnation_ceiling = ceiling
 
     def _fail_hopeless(self) -> None:
         """Requests whose replicas will not come (back) are told so."""

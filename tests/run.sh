@@ -11,7 +11,8 @@ cd "$ROOT"
 source launcher/setup.sh
 
 # command -> the Debian package that has it
-declare -A PACKAGES=([git]=git [ip]=iproute2 [c++]=g++ [flock]=util-linux [tput]=ncurses-bin)
+declare -A PACKAGES=([git]=git [ip]=iproute2 [c++]=g++ [flock]=util-linux [tput]=ncurses-bin
+    [etcd]=etcd-server)
 
 system_packages() {
     local tool missing=()

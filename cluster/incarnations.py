@@ -1,0 +1,47 @@
+"""Which incarnation numbers no earlier head has given: one durable number for all replicas, raised in steps.
+
+A write a start would hold up a large cluster's start (5 ms each on a virtual disk), and a store that is away would hold
+up every restart. So a ceiling is written ahead: numbers up to it may be given without another write. Used by
+`cluster.control`; the head raises the ceiling in time, in a thread.
+"""
+
+from __future__ import annotations
+
+from cluster.store.contract import Store
+
+KEY = "incarnation/ceiling"
+STEP = 64
+
+
+class IncarnationCeiling:
+    """Owner of the number. Reads and writes the store, once each, when made.
+
+    Attributes:
+        floor: an earlier head may have given any number up to it, to any replica.
+
+    Raises:
+        StoreUnavailableError: the store does not answer; without it no number is known to be new.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.floor = self._highest = int(store.get(KEY) or 0)
+        self._ceiling = 0
+        self.raise_ceiling()
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the ceiling should be raised soon."""
+        return self._highest > self._ceiling - STEP // 2
+
+    def give(self, incarnation: int) -> None:
+        """A replica gets that number. Returns at once, unless the ceiling was not raised in time."""
+        self._highest = max(self._highest, incarnation)
+        if incarnation > self._ceiling:
+            self.raise_ceiling()
+
+    def raise_ceiling(self) -> None:
+        """Blocks until it is durable. Raises `StoreUnavailableError`; nothing has changed then."""
+        ceiling = self._highest + STEP
+        self._store.put(KEY, str(ceiling).encode())
+        self._ceiling = ceiling
