@@ -28,6 +28,13 @@ class DeploymentRemoved:
 
 
 @dataclass(frozen=True)
+class RestartRequested:
+    """An operator wants the replicas of a deployment started anew, one after the other."""
+
+    deployment: str
+
+
+@dataclass(frozen=True)
 class NodeRegistered:
     """An agent said hello. agent_id: number of that start of the agent. skew_s: its clock less the head's."""
 
@@ -128,6 +135,7 @@ class Tick:
 Event = (
     DeploymentApplied
     | DeploymentRemoved
+    | RestartRequested
     | NodeRegistered
     | AgentSpoke
     | AgentReported

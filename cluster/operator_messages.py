@@ -49,7 +49,13 @@ class ProbeAsked(_Message, frozen=True, kw_only=True):
     number: int
 
 
-OperatorToHead = StatusAsked | ProbeAsked | DrainNode | ScaleDeployment | RemoveDeployment
+class RestartDeployment(_Message, frozen=True, kw_only=True):
+    """Operator -> head: replace its replicas, one at a time. Answered by `Accepted` or `Declined`."""
+
+    name: str
+
+
+OperatorToHead = StatusAsked | ProbeAsked | DrainNode | ScaleDeployment | RemoveDeployment | RestartDeployment
 
 
 # --- head -> operator -----------------------------------------------------------------------------------------------

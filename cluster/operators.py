@@ -12,7 +12,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import assert_never
 
-from cluster.events import DeploymentApplied, DeploymentRemoved, Event, NodeDrainRequested, ProbeRequested
+from cluster.events import (
+    DeploymentApplied,
+    DeploymentRemoved,
+    Event,
+    NodeDrainRequested,
+    ProbeRequested,
+    RestartRequested,
+)
 from cluster.operator_messages import (
     Accepted,
     Declined,
@@ -21,6 +28,7 @@ from cluster.operator_messages import (
     OperatorToHead,
     ProbeAsked,
     RemoveDeployment,
+    RestartDeployment,
     ScaleDeployment,
     StatusAnswer,
     StatusAsked,
@@ -70,6 +78,11 @@ class OperatorDesk:
                     return Declined(reason=_unknown("deployment", name, self._state.deployments))
                 self._feed(DeploymentRemoved(name))
                 return Accepted(text=f"{name} takes no new requests; its replicas drain and end ({_UNTIL_RESTART})")
+            case RestartDeployment(name=name):
+                if name not in self._state.deployments:
+                    return Declined(reason=_unknown("deployment", name, self._state.deployments))
+                self._feed(RestartRequested(name))
+                return Accepted(text=f"{name}: each replica drains and starts anew while the others serve")
             case _:
                 assert_never(message)
 

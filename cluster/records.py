@@ -158,6 +158,7 @@ class ReplicaRecord:
         due_s: the deadline of STARTING, DRAINING and STOPPING, or when the next start is due (BACKOFF, FAILED).
         since_s: when the state began. news_s: last word of the engine loop.
         note: why it waits, for people. is_routed: an OpenRoute has not been closed. is_wanted: it shall run.
+        restart_up_to: incarnations up to this one are to be replaced, see `cluster.rolling_restart`.
         max_model_len: as the latest incarnation that was ready said; 0 before the first.
         pending: shared by all records of a cluster; those in PENDING_STATES, so that an event need not look at all.
     """
@@ -176,6 +177,7 @@ class ReplicaRecord:
     is_wanted: bool = True
     was_ready: bool = False
     max_model_len: int = 0
+    restart_up_to: int = 0
     ready: LeadReady | None = None
     progress: StartProgress = field(default_factory=StartProgress)
     failure: FailureRecord = field(default_factory=FailureRecord)

@@ -27,6 +27,7 @@ from cluster.events import (
     NodeRegistered,
     PeersReached,
     ProbeRequested,
+    RestartRequested,
     StopRequested,
     Tick,
 )
@@ -46,6 +47,7 @@ from cluster.placement import Unplaceable, place_replica
 from cluster.records import ALIVE_STATES, NodeRecord, NodeState, ReplicaRecord, ReplicaState
 from cluster.replica_life import End, ReplicaLife
 from cluster.roll_call import RollCall
+from cluster.rolling_restart import mark_for_restart, next_to_restart
 from sonar.messages import Drained, Draining, Fault, LeadHello, LeadReady, LeadStats, LoadProgress
 from sonar.transport import PROTOCOL_VERSION
 
@@ -125,6 +127,10 @@ class ClusterState:
             case DeploymentRemoved():
                 self.deployments.pop(event.name, None)
                 self._set_wanted(event.name, 0, out, now)
+            case RestartRequested():
+                names = mark_for_restart(r for r in self.replicas.values() if r.deployment == event.deployment)
+                text = f"restarting one after the other: {', '.join(names) or 'none serves'}"
+                out.append(Announce(text, is_failure=False))
             case FailureExplained():
                 replica = self.replicas.get(event.replica_id)
                 if replica is not None:
@@ -378,6 +384,8 @@ class ClusterState:
                     self._kill_stale(node, ref, out)
         for replica in self.replicas.values():
             self._life.tick(replica, out, now)
+        for replica in next_to_restart(self.replicas.values()) if not self.is_stopping else ():
+            self._life.drain(replica, out, now, ask_lead=True)
 
     def _forgive(self, gap_s: float, now: float) -> None:
         """The head was away for gap_s: nobody is to blame for not having been heard in that time."""

@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("launcher.cli.status", "servers of this user; nodes and replicas of a cluster"),
     "drain": ("launcher.cli.drain", "take a host of a cluster out of work"),
     "scale": ("launcher.cli.scale", "change a deployment's number of replicas"),
+    "restart": ("launcher.cli.restart", "start a deployment's replicas anew, one after the other"),
     "rm": ("launcher.cli.rm", "serve a deployment no more"),
     "stop": ("launcher.cli.stop", "end a running server"),
     "version": ("launcher.cli.version", "print versions of Sonar, Python and what matters"),

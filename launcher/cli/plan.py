@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     config = settings.config
     sizes = {d.name: size for d in config.deployments if (size := weights_bytes(d)) is not None}
     plan = plan_cluster(config.deployments, nodes, sizes, config.nodes)
-    for line in [*_port_lines(config.network), "", *plan_lines(plan)]:
+    for line in [*_port_lines(config.network), *_rank_port_lines(plan), "", *plan_lines(plan)]:
         print(line)
     return 1 if plan.problems else 0
 
@@ -109,6 +109,15 @@ def _port_lines(network: NetworkConfig) -> list[str]:
         f"{Address(host, network.control_port)}{by}  agents, leads, operators; open it between the hosts",
         f"{Address(network.http_host, network.http_port)}  {scheme}, for clients",
     ]
+
+
+def _rank_port_lines(plan: Plan) -> list[str]:
+    """Collectives listen on ports that the kernel chooses: between the hosts of one replica all have to be open."""
+    hosts: dict[str, list[str]] = {}
+    for rank in plan.ranks:
+        hosts.setdefault(rank.replica_id, []).append(rank.node.node_id)
+    spanning = sorted({", ".join(dict.fromkeys(names)) for names in hosts.values() if len(set(names)) > 1})
+    return [f"every TCP port between {names}: they share a replica" for names in spanning]
 
 
 def plan_lines(plan: Plan) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,15 @@ def test_a_mistake_is_named_with_its_place(tmp_path: Path, text: str, words: lis
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml cannot be read"):
         read_cluster_file(tmp_path / "nowhere.toml", Path)
+
+
+def test_the_files_of_the_documentation_can_be_read(tmp_path: Path) -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    for name in ("keys.txt", "chain.pem", "key.pem"):
+        (tmp_path / name).write_text("one\n")
+    texts = [
+        text for page in docs.glob("*.md") for text in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL)
+    ]
+    files = [text.replace("/etc/sonar/", "") for text in texts if "[[deployment]]" in text]
+    assert len(files) >= 2
+    assert {read(tmp_path, text).config.deployments[0].name for text in files} == {"chat"}

@@ -12,6 +12,7 @@ from cluster.operator_messages import (
     DrainNode,
     ProbeAsked,
     RemoveDeployment,
+    RestartDeployment,
     ScaleDeployment,
     StatusAnswer,
     StatusAsked,
@@ -19,6 +20,7 @@ from cluster.operator_messages import (
 from cluster.operators import OperatorDesk
 from cluster.records import ReplicaState
 from cluster.status import ClusterStatus
+from sonar.messages import Drained
 from tests.cluster.world import World, deployment
 
 EMPTY = ClusterStatus(nodes=[], replicas=[], num_open_requests=0, is_stopping=False)
@@ -81,6 +83,32 @@ def test_scale_up_and_down(world: World) -> None:
     assert {states["m-1"], states["m-2"]} == {ReplicaState.DRAINING}
 
 
+def test_a_restart_is_of_one_replica_at_a_time(world: World) -> None:
+    assert isinstance(desk_of(world).answer(RestartDeployment(name="m")), Accepted)
+    low = len(world.ready())
+    for _ in range(40):
+        world.advance(0.25)
+        for agent in world.agents.values():
+            for ref in list(agent.workers):
+                if world.state.replicas[ref.replica_id].state is ReplicaState.DRAINING:
+                    world.lead_says(ref, Drained(incarnation=ref.incarnation))
+                    world.exit(agent, ref, was_asked=True)
+        low = min(low, len(world.ready()))
+        world.settle(0.25)
+    assert low == 1, "never both"
+    assert {r.incarnation for r in world.state.replicas.values()} == {2}
+    assert len(world.ready()) == 2
+
+
+def test_a_restart_stops_where_a_replica_does_not_come_back(world: World) -> None:
+    desk_of(world).answer(RestartDeployment(name="m"))
+    world.advance(1.0)
+    states = sorted(replica.state.value for replica in world.state.replicas.values())
+    assert states == ["draining", "ready"]
+    world.advance(5.0)
+    assert sorted(replica.state.value for replica in world.state.replicas.values()) == states
+
+
 def test_rm_drains_every_replica(world: World) -> None:
     assert isinstance(desk_of(world).answer(RemoveDeployment(name="m")), Accepted)
     assert {r.state for r in world.state.replicas.values()} == {ReplicaState.DRAINING}
@@ -94,6 +122,7 @@ def test_rm_drains_every_replica(world: World) -> None:
         (ScaleDeployment(name="mm", replicas=2), "no deployment 'mm'; did you mean m?"),
         (ScaleDeployment(name="m", replicas=-1), "replicas=-1; choose 0 to 10000"),
         (RemoveDeployment(name="other"), "no deployment 'other'; there are: m"),
+        (RestartDeployment(name="other"), "no deployment 'other'; there are: m"),
     ],
 )
 def test_what_cannot_be_is_declined_with_the_reason(world: World, message, words: str) -> None:

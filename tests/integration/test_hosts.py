@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import signal
+import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,7 +31,7 @@ from tests.integration.hosts import (
 )
 from tests.tiny import write_tiny_folder
 
-TOKENS = 480
+TOKENS = 1200
 
 
 def cluster_toml(model: str, token: Path, *, replicas: int = 1, more: str = "", nodes: str = "") -> str:
@@ -49,13 +51,17 @@ replicas = {replicas}
 device = "cpu"
 threads = 1
 [deployment.cache]
-memory_bytes = "8MiB"
+memory_bytes = "16MiB"
 """
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny_folder("llama", tmp_path_factory.mktemp("model") / "tiny"))
+    """With room for streams that are still under way when a busy machine gets round to killing something."""
+    folder = write_tiny_folder("llama", tmp_path_factory.mktemp("model") / "tiny")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2048}))
+    return str(folder)
 
 
 @pytest.fixture
@@ -220,6 +226,23 @@ def test_operators_see_and_move_everything(cluster: Cluster, unbroken: list[str]
     assert wrong.returncode == 2 and "no node 'node-7'; did you mean node-" in wrong.stderr
 
 
+def test_a_rolling_restart_breaks_no_stream(cluster: Cluster, unbroken: list[str]) -> None:
+    cluster.wait_for_replicas(3)
+    before = {p.pid for agent in cluster.agents.values() for p in workers(agent)}
+    streams = cluster.streams()
+    for stream in streams:
+        stream.has_begun()
+    asked = cluster.head.run(*SONAR, "restart", "tiny")
+    assert asked.returncode == 0 and "starts anew while the others serve" in asked.stdout, asked.stderr
+    check(streams, unbroken)
+    deadline = time.monotonic() + DEADLINE_S
+    while before & {p.pid for agent in cluster.agents.values() for p in workers(agent)}:
+        assert cluster.num_ready() >= 2, "two of three serve at any time"
+        assert time.monotonic() < deadline, cluster.head_process.text()
+        time.sleep(0.1)
+    cluster.wait_for_replicas(3)
+
+
 def test_a_stranger_is_no_operator(cluster: Cluster, tmp_path: Path) -> None:
     token = tmp_path / "join.token"
     load_or_create_token(token)
@@ -227,6 +250,35 @@ def test_a_stranger_is_no_operator(cluster: Cluster, tmp_path: Path) -> None:
     refused = far.run(*SONAR, "scale", "tiny", "0", "--head", "10.1.0.1", "--token-file", str(token))
     assert refused.returncode == 1 and "the join token is not the one of that head" in refused.stderr
     assert cluster.num_ready() == 3
+
+
+def test_check_and_plan_see_the_running_cluster(cluster: Cluster) -> None:
+    sound = cluster.head.run(*SONAR, "check")
+    assert sound.returncode == 0, sound.stdout + sound.stderr
+    assert "cluster: 3 nodes, 6 directed pairs reach each other" in sound.stdout
+    node = cluster.nodes["node-1"]
+    remote = ("--head", "10.1.0.1", "--token-file", str(node.copy_of(cluster.token)))
+    node.run("ip", "route", "add", "blackhole", "10.1.0.3/32")
+    bad = node.run(*SONAR, "check", *remote)
+    node.run("ip", "route", "del", "blackhole", "10.1.0.3/32")
+    assert bad.returncode == 1
+    assert "to 10.1.0.1:2243 by 10.1.0.2 on eth0, MTU 1500" in bad.stdout
+    assert "FAIL  node node-1: cannot reach node-2 at 10.1.0.3; open TCP between the two hosts" in bad.stdout
+    plan = cluster.head.run(*SONAR, "plan", str(cluster.head.folder / "cluster.toml"))
+    assert plan.returncode == 0, plan.stdout + plan.stderr
+    for number in range(1, 4):
+        assert re.search(rf"tiny-\d +0 +node-{number} +cpu +eth0 10.1.0.{number + 1} ", plan.stdout), plan.stdout
+
+
+def test_a_host_that_differs_is_named_when_it_joins(network: Network, model: str, tmp_path: Path) -> None:
+    token = tmp_path / "join.token"
+    head, node = network.host("head", "10.1.0.1/24"), network.host("node", "10.1.0.2/24")
+    process = head.head(cluster_toml(model, token))
+    patch = tmp_path / "patch"
+    patch.mkdir()
+    (patch / "sitecustomize.py").write_text("import time\nreal = time.time\ntime.time = lambda: real() + 60\n")
+    node.join("10.1.0.1", token, PYTHONPATH=f"{patch}:{ROOT}")
+    process.wait_for("preflight: node: its clock is 60.0 s ahead of the head's; run a time service")
 
 
 def test_ipv6_alone(network: Network, model: str, tmp_path: Path) -> None:
@@ -285,6 +337,39 @@ def test_bad_hosts_are_named(network: Network, model: str, tmp_path: Path) -> No
     assert older.process.wait(DEADLINE_S) == 3
     assert "the head refused this node: Sonar 9.9 there" in older.text()
     process.wait_for("refused node node: Sonar 9.9 there")
+
+
+def test_https(network: Network, model: str, tmp_path: Path) -> None:
+    head, node = network.host("head", "10.1.0.1/24"), network.host("node", "10.1.0.2/24")
+    certificate, key, other = (tmp_path / name for name in ("chain.pem", "key.pem", "other.pem"))
+    make = [
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=head",
+        "-addext",
+        "subjectAltName=IP:10.1.0.1",
+    ]
+    made = head.run("openssl", *make, "-keyout", str(key), "-out", str(certificate))
+    assert made.returncode == 0, made.stderr
+    head.run("openssl", "genrsa", "-out", str(other), "2048")
+    http = f'[http]\nhost = "10.1.0.1"\ncertificate = "{certificate}"\nprivate_key = '
+    refused = head.start_head(cluster_toml(model, tmp_path / "join.token", more=f'{http}"{other}"'))
+    assert refused.process.wait(DEADLINE_S) == 2 and "give PEM files that belong together" in refused.text()
+    process = head.head(cluster_toml(model, tmp_path / "join.token", more=f'{http}"{key}"'))
+    assert "HTTP on https://10.1.0.1:2242" in process.text()
+    context = ssl.create_default_context(cafile=str(certificate))
+    answer = in_namespace(
+        node.namespace, lambda: httpx.get("https://10.1.0.1:2242/health", verify=context, trust_env=False)
+    )
+    assert answer.status_code == 200
+    shown = head.run(*SONAR, "status")
+    assert "https://10.1.0.1:2242" in shown.stdout and "starting" in shown.stdout
 
 
 def test_ports_in_use_are_named(network: Network, model: str, tmp_path: Path) -> None:
