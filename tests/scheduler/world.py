@@ -67,11 +67,12 @@ class World:
     max_model_len: int = 64
     config: SchedulerConfig = field(default_factory=lambda: SchedulerConfig(max_num_requests=4, max_step_tokens=16))
     caching: bool = True
+    num_stages: int = 1
 
     def __post_init__(self) -> None:
         self.cache = KVCacheManager(self.groups, self.num_blocks, self.block_size, enable_prefix_caching=self.caching)
         self.limits = RequestLimits(self.max_model_len, VOCAB_SIZE, frozenset({EOS}))
-        self.scheduler = Scheduler(self.config, self.limits, self.cache, incarnation=7)
+        self.scheduler = Scheduler(self.config, self.limits, self.cache, incarnation=7, num_stages=self.num_stages)
         self.executor = FakeExecutor(
             self.groups, self.num_blocks, self.block_size, self.config.max_num_requests, self.config.max_step_tokens
         )
