@@ -15,6 +15,7 @@ import psutil
 from cluster.config import ClusterConfig, DeploymentConfig, NetworkConfig, RestartPolicy, Timeouts
 from cluster.gateway import GenerateRequest
 from cluster.head import Head
+from cluster.store.settings import StoreConfig
 from launcher.agent import local_agent_command
 from sonar.config import EngineConfig
 from sonar.messages import TokenEvent
@@ -32,6 +33,7 @@ async def running_head(
     replicas: int = 1,
     timeouts: Timeouts | None = None,
     restart: RestartPolicy | None = None,
+    store: StoreConfig | None = None,
 ) -> AsyncIterator[Head]:
     """A head; at the end it is stopped, and nothing of it may be left."""
     deployment = DeploymentConfig("fake", EngineConfig(model), replicas=replicas, engine="fake")
@@ -41,6 +43,7 @@ async def running_head(
         NetworkConfig(http_port=0, control_port=0),
         timeouts or Timeouts(drain_s=5.0),
         restart or RestartPolicy(),
+        store=store or StoreConfig(),
     )
     head = Head(config, plain_app, agent_command=local_agent_command([FAKE_ENGINE_FLAG]))
     task = asyncio.create_task(head.run())
