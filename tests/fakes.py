@@ -20,12 +20,13 @@ from sonar.messages import FinishReason, KVEvent, LeadStats, Submit, TokenEvent
 
 # First prompt tokens with a meaning. POISON: the engine raises when it comes to token 3. BAD: refused by `add`.
 POISON, BAD = 666, 667
+VOCAB_SIZE = 50_000
 FAKE_ENGINE_FLAG = "fake=tests.fakes:build_fake_engine"
 
 
 def fake_token(prompt: list[int], seed: int, position: int) -> int:
     """Token `position` of the output."""
-    return (sum(prompt) * 31 + seed * 17 + position * 7) % 50_000
+    return (sum(prompt) * 31 + seed * 17 + position * 7) % VOCAB_SIZE
 
 
 def fake_output(prompt: list[int], seed: int, count: int) -> list[int]:
@@ -42,7 +43,8 @@ class _Running:
 class FakeEngine:
     """One token a step for each request; a step takes `step_ms`."""
 
-    def __init__(self, step_ms: float, max_num_requests: int, hang_at: int) -> None:
+    def __init__(self, step_ms: float, max_num_requests: int, hang_at: int, vocab_size: int = VOCAB_SIZE) -> None:
+        self._vocab_size = vocab_size
         self._step_s = step_ms / 1000
         self._max = max_num_requests
         self._hang_at = hang_at
@@ -88,7 +90,7 @@ class FakeEngine:
         return TokenEvent(
             request_id=submit.request_id,
             first=position,
-            token_ids=[fake_token(submit.prompt_token_ids, submit.sampling.seed, position)],
+            token_ids=[fake_token(submit.prompt_token_ids, submit.sampling.seed, position) % self._vocab_size],
             finish=FinishReason.LENGTH if is_last else None,
             num_cached_tokens=0 if position == len(submit.emitted_token_ids) else -1,
         )
@@ -144,7 +146,8 @@ def build_fake_engine(
     """Obeys the words of `config.model`.
 
     step_ms, load_steps (of 50 ms each): numbers. fail: "user" or "crash" at the start; crash_until: crash while the
-    incarnation is below. child: starts a process that would outlive it. hang_at: the step that never ends.
+    incarnation is below. child: starts a process that would outlive it. hang_at: the step that never ends. vocab: token
+    ids are below it.
     """
     pairs = (word.partition("=") for word in config.model.split()[1:])
     words = _Words({name: value for name, _, value in pairs})
@@ -159,5 +162,10 @@ def build_fake_engine(
         os.kill(os.getpid(), signal.SIGSEGV)
     if "child" in words.words:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    engine = FakeEngine(words.number("step_ms", 5), config.scheduler.max_num_requests, int(words.number("hang_at", -1)))
+    engine = FakeEngine(
+        words.number("step_ms", 5),
+        config.scheduler.max_num_requests,
+        int(words.number("hang_at", -1)),
+        int(words.number("vocab", VOCAB_SIZE)),
+    )
     return FakeBuilt(engine, config)
