@@ -6,6 +6,8 @@ import pytest
 
 from sonar.config import ParallelConfig
 from sonar.engine import build_engine
+from sonar.ops.reference_sample import sample as reference_sample
+from tests.distributed.jobs import draw_case
 from tests.distributed.rank_pool import RankPool, make_config
 from tests.tiny import FAMILIES, write_tiny_folder
 from tests.worker.request_mix import everything, run
@@ -58,3 +60,18 @@ def test_tokens_are_those_of_one_rank(pool, one_rank, family, shape):
     (outputs, steps), *followers = pool.run(folder, ParallelConfig(tp_size=tp_size, pp_size=pp_size))
     assert outputs == expected
     assert followers == [steps] * (tp_size * pp_size - 1), "every rank took every step"
+
+
+@pytest.mark.parametrize("tp_size", [2, 3, 4])
+def test_sums_are_in_the_order_of_the_ranks_wherever_an_element_lies(pool, tp_size):
+    answers = pool.run("", ParallelConfig(tp_size=tp_size), "sums")
+    assert all(answer[:2] == answers[0][:2] for answer in answers)
+    assert answers[0][1] == [[rank, 7] for rank in range(tp_size)]
+    assert [answer[2]["sums"] for answer in answers] == [3] * tp_size
+
+
+@pytest.mark.parametrize("tp_size", [2, 3])
+def test_draws_from_spread_columns_are_those_from_whole_rows(pool, tp_size):
+    logits_SV, settings = draw_case()
+    expected = reference_sample(logits_SV, settings).tolist()
+    assert pool.run("", ParallelConfig(tp_size=tp_size), "draws") == [expected] * tp_size
