@@ -104,6 +104,7 @@ class ControlPlane:
         self.incarnations = IncarnationCeiling(store)
         self.server = server
         self.state = ClusterState(config.timeouts, config.restart, versions, self.incarnations.floor, config.nodes)
+        self.state.incarnation_limit = self.incarnations.ceiling
         self.table = RequestTable(MemoryJournal(), self, clock)
         self.rendezvous = Rendezvous()
         self._operators = OperatorDesk(self.state, self.feed, self.status, versions)
@@ -139,6 +140,7 @@ class ControlPlane:
 
     def tick(self) -> None:
         """Several times a second."""
+        self.state.incarnation_limit = self.incarnations.ceiling
         self.feed(Tick())
         now = self._clock()
         for replica_id, incarnation, reply in self.rendezvous.tick(now):
@@ -240,7 +242,7 @@ class ControlPlane:
                 self.server.send(PeerId(PeerKind.AGENT, node_id, agent_id), message)
             case RecordIncarnation(replica_id=replica_id, incarnation=incarnation):
                 self.rendezvous.forget(replica_id)
-                self.incarnations.give(incarnation)
+                self.incarnations.saw(incarnation)
             case OpenRoute(replica_id=replica_id, incarnation=incarnation, deployment=deployment, ready=ready):
                 self.table.open_route(replica_id, incarnation, deployment, ready)
             case DrainRoute(replica_id=replica_id, incarnation=incarnation, ask_lead=ask_lead):

@@ -1,7 +1,7 @@
 """Which incarnation numbers no earlier head has given: one durable number for all replicas, raised in steps.
 
 A write a start would hold up a large cluster's start (5 ms each on a virtual disk), and a store that is away would hold
-up every restart. So a ceiling is written ahead: numbers up to it may be given without another write. Used by
+up every restart. So a ceiling is written ahead: numbers up to it may be given without another write. Made by
 `cluster.control`; the head raises the ceiling in time, in a thread.
 """
 
@@ -18,6 +18,7 @@ class IncarnationCeiling:
 
     Attributes:
         floor: an earlier head may have given any number up to it, to any replica.
+        ceiling: numbers above floor up to it are this head's to give.
 
     Raises:
         StoreUnavailableError: the store does not answer; without it no number is known to be new.
@@ -26,22 +27,21 @@ class IncarnationCeiling:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.floor = self._highest = int(store.get(KEY) or 0)
-        self._ceiling = 0
+        self.ceiling = 0
         self.raise_ceiling()
 
     @property
     def is_near(self) -> bool:
         """Whether the ceiling should be raised soon."""
-        return self._highest > self._ceiling - STEP // 2
+        return self._highest > self.ceiling - STEP // 2
 
-    def give(self, incarnation: int) -> None:
-        """A replica gets that number. Returns at once, unless the ceiling was not raised in time."""
+    def saw(self, incarnation: int) -> None:
+        """A replica got that number."""
+        assert incarnation <= self.ceiling, (incarnation, self.ceiling)
         self._highest = max(self._highest, incarnation)
-        if incarnation > self._ceiling:
-            self.raise_ceiling()
 
     def raise_ceiling(self) -> None:
         """Blocks until it is durable. Raises `StoreUnavailableError`; nothing has changed then."""
         ceiling = self._highest + STEP
         self._store.put(KEY, str(ceiling).encode())
-        self._ceiling = ceiling
+        self.ceiling = ceiling

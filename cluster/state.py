@@ -8,6 +8,7 @@ tests that feed it years of faults in a second.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import assert_never
 
@@ -65,6 +66,9 @@ class ClusterState:
         versions: this head's; an agent with another "sonar" is refused by name.
         incarnation_floor: an earlier head may have given any number up to it, to any replica.
         nodes: hosts to wait for before anything is placed.
+
+    Attributes:
+        incarnation_limit: no higher number is given; set by the shell as far as numbers are known to be new.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class ClusterState:
         self.roll_call = RollCall(nodes)
         self._timeouts = timeouts
         self._versions = dict(versions)
+        self.incarnation_limit: float = math.inf
         self._incarnation_floor = incarnation_floor
         self._incarnations: dict[str, int] = {}
         self._pending: dict[str, ReplicaRecord] = {}
@@ -427,6 +432,10 @@ class ClusterState:
             if replica.deployment in no_room:
                 replica.note = no_room[replica.deployment]
                 continue
+            incarnation = self._incarnations.get(replica.replica_id, self._incarnation_floor) + 1
+            if incarnation > self.incarnation_limit:
+                replica.note = f"incarnation {incarnation} waits for the head's store, which does not answer"
+                continue
             config = self.deployments[replica.deployment]
             parallel, device = config.engine_config.parallel, config.engine_config.device
             need = (parallel.world_size, parallel.tp_size, device)
@@ -434,8 +443,7 @@ class ClusterState:
             if isinstance(placed, Unplaceable):
                 no_room[replica.deployment] = replica.note = placed.reason
                 continue
-            replica.incarnation = self._incarnations.get(replica.replica_id, self._incarnation_floor) + 1
-            self._incarnations[replica.replica_id] = replica.incarnation
+            replica.incarnation = self._incarnations[replica.replica_id] = incarnation
             self._life.start(replica, placed, config, out, now)
             views |= {place.node_id: self.nodes[place.node_id].view for place in placed}
 

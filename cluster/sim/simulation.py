@@ -160,6 +160,8 @@ class Simulation:
         def tick() -> bool:
             with self._link.meter.measure("tick"):
                 self.control.tick()
+            if self.control.incarnations.is_near:
+                self.control.incarnations.raise_ceiling()
             return True
 
         def read() -> bool:

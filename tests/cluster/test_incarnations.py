@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.events import DeploymentApplied
 from cluster.incarnations import STEP, IncarnationCeiling
+from cluster.records import ReplicaState
 from cluster.store.contract import StoreUnavailableError
+from tests.cluster.world import World, deployment
 
 
 class Pairs:
@@ -35,30 +38,52 @@ def test_no_number_is_given_twice_over_restarts(starts_of_each_life) -> None:
         ceiling = IncarnationCeiling(store)
         assert ceiling.floor >= given_before
         for number in range(ceiling.floor + 1, ceiling.floor + 1 + starts):
-            ceiling.give(number)
+            ceiling.saw(number)
             given_before = number
-    assert store.writes <= len(starts_of_each_life) + sum(starts_of_each_life) / STEP + 1
+            if ceiling.is_near:
+                ceiling.raise_ceiling()
+    assert store.writes <= len(starts_of_each_life) + sum(starts_of_each_life) / (STEP // 2) + 1
 
 
 def test_many_replicas_share_one_number() -> None:
     store = Pairs()
     ceiling = IncarnationCeiling(store)
     for _ in range(1000):
-        ceiling.give(1)
+        ceiling.saw(1)
     assert store.writes == 1 and not ceiling.is_near
 
 
-def test_raised_in_time_a_start_does_not_wait_for_the_store() -> None:
+def test_what_cannot_be_written_is_not_promised() -> None:
     store = Pairs()
     ceiling = IncarnationCeiling(store)
-    ceiling.give(STEP // 2 + 1)
+    ceiling.saw(STEP // 2 + 1)
     assert ceiling.is_near
     ceiling.raise_ceiling()
     assert not ceiling.is_near and store.writes == 2
+    promised = ceiling.ceiling
     store.is_away = True
-    ceiling.give(STEP + STEP // 2)
+    ceiling.saw(promised)
     with pytest.raises(StoreUnavailableError):
-        ceiling.give(2 * STEP + 1)
+        ceiling.raise_ceiling()
+    assert ceiling.ceiling == promised
+    with pytest.raises(AssertionError):
+        ceiling.saw(promised + 1)
+
+
+def test_without_a_number_a_replica_waits_and_says_so() -> None:
+    world = World()
+    world.state.incarnation_limit = 1
+    agent = world.join("a")
+    world.handle(DeploymentApplied(deployment(replicas=2)))
+    world.settle(0.5)
+    assert world.ready() == ["m-0", "m-1"]
+    world.exit(agent, next(iter(agent.workers)), signal=9)
+    world.settle(3.0)
+    (waiting,) = [r for r in world.state.replicas.values() if r.state is ReplicaState.PLACING]
+    assert len(world.ready()) == 1 and "incarnation 2 waits for the head's store" in waiting.note
+    world.state.incarnation_limit = 2
+    world.settle(0.5)
+    assert world.ready() == ["m-0", "m-1"] and not waiting.note
 
 
 def test_without_a_store_no_head_starts() -> None:
