@@ -74,8 +74,8 @@ class Timeouts:
         start_s: from StartWorker until the process runs and its lead is connected.
         load_stall_s: without progress in a replica's start. Long, because a phase that says nothing in between (weights
             from a slow file system) must not be taken for a hang.
-        hang_s: without news from a ready replica's engine loop, which speaks at least once a second between steps.
-            Longer than any step: one of 2,048 prompt tokens takes an 8B model minutes on a few CPU cores.
+        hang_s: without news from a ready replica's engine loop, which speaks at least once a second between steps, and
+            says when a step will take long: then it has four times what it expects.
         drain_s: for open requests, when a replica or the head stops.
         kill_grace_s: between SIGTERM and SIGKILL.
         fence_s: for the exit reports of a killed replica, before its ranks are taken for dead without them.
@@ -85,7 +85,7 @@ class Timeouts:
     heartbeat_timeout_s: float = 3.0
     start_s: float = 60.0
     load_stall_s: float = 1800.0
-    hang_s: float = 600.0
+    hang_s: float = 10.0
     drain_s: float = 30.0
     kill_grace_s: float = 5.0
     fence_s: float = 10.0

@@ -19,8 +19,8 @@ class GenerateRequest:
     """One sequence to generate: `sampling.n` is 1 and `sampling.seed` is set.
 
     session: requests of one session prefer one replica, whose cache knows them; empty = none.
-    emitted_token_ids: of a request that an earlier head accepted, what it has drawn; the output goes on after them. None
-    for a new request."""
+    emitted_token_ids: of a request that an earlier head accepted, what it has drawn; the output goes on after them.
+    None for a new request."""
 
     request_id: str
     model: str

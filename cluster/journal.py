@@ -1,8 +1,8 @@
 """The journal of requests: what was asked, what has been handed out, and who computes it now.
 
-What it holds is all that a request needs to go on elsewhere, for as long as its head lives. What has to outlive the head
-is an answer with all its sequences, in the order in which their tokens were sent: `cluster.answer_journal` keeps that, and
-a head that is started again admits the sequences with what they had emitted. Called by `cluster.requests`.
+What it holds is all that a request needs to go on elsewhere, for as long as its head lives. What has to outlive the
+head is an answer with all its sequences, in the order in which their tokens were sent: `cluster.answer_journal` keeps
+that, and a head that is started again admits the sequences with what they had emitted. Called by `cluster.requests`.
 """
 
 from __future__ import annotations

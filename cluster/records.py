@@ -157,6 +157,7 @@ class ReplicaRecord:
     Attributes:
         due_s: the deadline of STARTING, DRAINING and STOPPING, or when the next start is due (BACKOFF, FAILED).
         since_s: when the state began. news_s: last word of the engine loop.
+        step_expected_s: of the step that it computes, when that is a long one; else 0.
         note: why it waits, for people. is_routed: an OpenRoute has not been closed. is_wanted: it shall run.
         restart_up_to: incarnations up to this one are to be replaced, see `cluster.rolling_restart`.
         max_model_len: as the latest incarnation that was ready said; 0 before the first.
@@ -172,6 +173,7 @@ class ReplicaRecord:
     since_s: float = 0.0
     due_s: float = math.inf
     news_s: float = 0.0
+    step_expected_s: float = 0.0
     note: str = ""
     is_routed: bool = False
     is_wanted: bool = True

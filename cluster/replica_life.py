@@ -18,6 +18,8 @@ from cluster.records import ALIVE_STATES, NodeRecord, NodeState, RankRecord, Rep
 from sonar.messages import LeadReady
 from sonar.process import EXIT_USER_ERROR, describe_exit
 
+# A step that takes so many times what was expected of it hangs.
+STEP_MARGIN = 4.0
 _LOADING_STATES = (ReplicaState.STARTING, ReplicaState.LOADING)
 
 
@@ -132,6 +134,7 @@ class ReplicaLife:
         """LOADING -> READY."""
         seconds = now - replica.since_s
         replica.ready, replica.news_s, replica.was_ready, replica.is_routed = ready, now, True, True
+        replica.step_expected_s = 0.0
         replica.max_model_len = ready.max_model_len
         replica.enter(ReplicaState.READY, now)
         out.append(OpenRoute(replica.replica_id, replica.incarnation, replica.deployment, ready))
@@ -169,7 +172,7 @@ class ReplicaLife:
 
     def tick(self, replica: ReplicaRecord, out: list[Command], now: float) -> None:
         """Deadlines of the present state."""
-        if replica.state is ReplicaState.READY and not replica.failure.count and now - replica.news_s < self._hang_s:
+        if replica.state is ReplicaState.READY and not replica.failure.count and not self._is_hung(replica, now):
             return  # nearly all of them, nearly always
         waited_s = now - replica.since_s
         match replica.state:
@@ -183,8 +186,10 @@ class ReplicaLife:
                     f"no progress for {stalled_s:.0f} s in phase {progress.phase!r} ({progress.done}/{progress.total})"
                 )
                 self.end(replica, End(reason, dump_stacks=True), out, now)
-            case ReplicaState.READY | ReplicaState.DRAINING if now - replica.news_s >= self._hang_s:
+            case ReplicaState.READY | ReplicaState.DRAINING if self._is_hung(replica, now):
                 reason = f"no sign of life from the engine loop for {now - replica.news_s:.0f} s"
+                if replica.step_expected_s:
+                    reason += f", in a step that was expected to take {replica.step_expected_s:.1f} s"
                 self.end(replica, End(reason, blames_requests=True, dump_stacks=True), out, now)
             case ReplicaState.DRAINING if now >= replica.due_s:
                 self.end(replica, End(f"still busy after draining for {waited_s:.0f} s", is_failure=False), out, now)
@@ -197,6 +202,10 @@ class ReplicaLife:
                 replica.enter(ReplicaState.PLACING, now)
             case _:
                 pass
+
+    def _is_hung(self, replica: ReplicaRecord, now: float) -> bool:
+        """Whether it has been silent for longer than what it computes explains."""
+        return now - replica.news_s >= max(self._hang_s, STEP_MARGIN * replica.step_expected_s)
 
     def end(self, replica: ReplicaRecord, end: End, out: list[Command], now: float) -> None:
         """Any living state -> STOPPING: closes the route, ends every rank, remembers why."""

@@ -49,7 +49,7 @@ from cluster.records import ALIVE_STATES, NodeRecord, NodeState, ReplicaRecord, 
 from cluster.replica_life import End, ReplicaLife
 from cluster.roll_call import RollCall
 from cluster.rolling_restart import mark_for_restart, next_to_restart
-from sonar.messages import Drained, Draining, Fault, LeadHello, LeadReady, LeadStats, LoadProgress
+from sonar.messages import Drained, Draining, Fault, LeadHello, LeadReady, LeadStats, LoadProgress, StepAhead
 from sonar.transport import PROTOCOL_VERSION
 
 # A gap between ticks above this means that the head itself did not run (a stopped or starved process): the silence it
@@ -112,7 +112,7 @@ class ClusterState:
                 return out
             case LeadSpoke():
                 self._lead_spoke(event, out, now)
-                if isinstance(event.message, LeadHello | LeadReady | LeadStats | LoadProgress):
+                if isinstance(event.message, LeadHello | LeadReady | LeadStats | LoadProgress | StepAhead):
                     return out  # the frequent ones change nothing that has to be settled
             case AgentReported():
                 self._agent_reported(event, out, now)
@@ -333,7 +333,9 @@ class ClusterState:
                 if not is_serving:
                     self._life.became_ready(replica, event.message, out, now)
             case LeadStats():
-                pass
+                replica.step_expected_s = 0.0
+            case StepAhead(expected_s=expected_s):
+                replica.step_expected_s = expected_s
             case Fault(rank=rank, step=step, error=error):
                 reason = f"rank {rank} faulted after step {step}: {error}"
                 faulty = replica.ranks.get(rank, replica.ranks[0]).node_id

@@ -23,6 +23,7 @@ from sonar.packaged_model import Progress, no_progress
 from sonar.scheduler.admission import RequestLimits
 from sonar.scheduler.scheduler import Scheduler
 from sonar.worker.executor import Executor, StepHandle
+from sonar.worker.lead_loop import StepObserver
 from sonar.worker.loading import LoadedRunner, load_runner
 from sonar.worker.resolve import SettingRow
 
@@ -69,7 +70,8 @@ class Engine:
         self._executor = executor
         self._depth = depth
         self._clock = clock
-        self._under_way: deque[StepHandle] = deque()
+        self._under_way: deque[tuple[StepHandle, int]] = deque()
+        self._observer: StepObserver | None = None
 
     @property
     def num_open(self) -> int:
@@ -95,6 +97,10 @@ class Engine:
         """Ends a request at once. Returns its terminal event; None for an id that is not open."""
         return self._scheduler.abort(request_id, finish)
 
+    def watch(self, observer: StepObserver) -> None:
+        """Tells the observer when a step is waited for, and when its result is there."""
+        self._observer = observer
+
     def step(self) -> list[TokenEvent]:
         """Hands out the next step and takes in the oldest one under way; the events of that one.
 
@@ -104,13 +110,18 @@ class Engine:
         began = self._clock()
         batch = self._scheduler.schedule(began)
         if batch is not None:
-            self._under_way.append(self._executor.submit(batch))
+            self._under_way.append((self._executor.submit(batch), sum(batch.lengths)))
         scheduled = self._clock()
         self.times.schedule_s += scheduled - began
         is_filling = batch is not None and len(self._under_way) < self._depth
         if is_filling or not self._under_way:
             return []
-        result = self._under_way.popleft().result()
+        handle, num_tokens = self._under_way.popleft()
+        if self._observer is not None:
+            self._observer.step_began(num_tokens)
+        result = handle.result()
+        if self._observer is not None:
+            self._observer.step_ended(num_tokens)
         arrived = self._clock()
         self.times.wait_s += arrived - scheduled
         events = self._scheduler.update(result, arrived)

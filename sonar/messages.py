@@ -201,6 +201,20 @@ class LeadStats(_Message, frozen=True, kw_only=True):
     step_seconds: float
 
 
+class StepAhead(_Message, frozen=True, kw_only=True):
+    """Lead -> head: the step that begins is expected to be a long one, so that silence for its time is no hang. Holds
+    until the next `LeadStats`; short steps are not announced.
+
+    Attributes:
+        expected_s: at most, by what earlier steps took.
+    """
+
+    incarnation: int
+    step: int
+    num_tokens: int
+    expected_s: float
+
+
 class Fault(_Message, frozen=True, kw_only=True):
     """Lead or other rank -> head: this incarnation is over; the process exits after sending.
 
@@ -232,7 +246,9 @@ class Pong(_Message, frozen=True, kw_only=True):
     number: int
 
 
-LeadToHead = LeadHello | LoadProgress | LeadReady | Tokens | KVEvents | LeadStats | Fault | Draining | Drained | Pong
+LeadToHead = (
+    LeadHello | LoadProgress | LeadReady | Tokens | KVEvents | LeadStats | StepAhead | Fault | Draining | Drained | Pong
+)
 
 
 # --- rank -> head: rendezvous of the ranks of an incarnation ----------------------------------------------------------

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from sonar.config import EngineConfig
 from sonar.errors import ModelError, UserError
 from sonar.messages import FinishReason, KVEvent, LeadStats, Submit, TokenEvent
+from sonar.worker.lead_loop import StepObserver
 
 # First prompt tokens with a meaning. POISON: the engine raises when it comes to token 3. BAD: refused by `add`.
 POISON, BAD = 666, 667
@@ -68,7 +69,17 @@ class FakeEngine:
             return None
         return TokenEvent(request_id=request_id, first=running.position, token_ids=[], finish=finish)
 
+    def watch(self, observer: StepObserver) -> None:
+        self._observer = observer
+
     def step(self) -> list[TokenEvent]:
+        num_tokens = len(self._running)
+        self._observer.step_began(num_tokens)
+        events = self._compute()
+        self._observer.step_ended(num_tokens)
+        return events
+
+    def _compute(self) -> list[TokenEvent]:
         time.sleep(self._step_s)
         self._steps += 1
         if self._steps == self._hang_at:

@@ -58,7 +58,9 @@ def make_engine(*, overlap=True, num_blocks=(40, 40), failing_step=None, clock=N
     scheduler = Scheduler(config, RequestLimits(MAX_LEN, VOCAB_SIZE, frozenset({EOS})), cache)
     executor = LazyExecutor(config.max_num_requests, config.max_step_tokens, num_blocks, failing_step)
     ticks = itertools.count()
-    return Engine(scheduler, executor, depth=scheduler.max_under_way, clock=clock or (lambda: float(next(ticks)))), executor
+    return Engine(
+        scheduler, executor, depth=scheduler.max_under_way, clock=clock or (lambda: float(next(ticks)))
+    ), executor
 
 
 def request(name, prompt_len=9, emitted=(), **sampling):
@@ -203,3 +205,31 @@ def test_prefix_cache_events_and_hits_come_through():
     engine.add(request("a", prompt_len=13))
     cached = [event.num_cached_tokens for _ in range(20) for event in engine.step() if event.num_cached_tokens >= 0]
     assert cached == [12]
+
+
+class Watcher:
+    """Notes when steps are waited for, in the executor's log."""
+
+    def __init__(self, log):
+        self.log = log
+        self.tokens = []
+
+    def step_began(self, num_tokens):
+        self.tokens.append(num_tokens)
+        self.log.append(("began", num_tokens))
+
+    def step_ended(self, num_tokens):
+        self.log.append(("ended", num_tokens))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_observer_is_told_of_each_step_around_its_wait(overlap):
+    engine, executor = make_engine(overlap=overlap)
+    watcher = Watcher(executor.log)
+    engine.watch(watcher)
+    engine.add(request("a", prompt_len=19, max_tokens=3))
+    while engine.has_work:
+        engine.step()
+    assert watcher.tokens[:3] == [12, 7, 1], "two chunks of the prompt, then a token a step"
+    waits = [entry for entry in executor.log if entry[0] != "submit"]
+    assert [kind for kind, _ in waits] == ["began", "result", "ended"] * (len(waits) // 3)

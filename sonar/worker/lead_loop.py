@@ -27,16 +27,34 @@ from sonar.messages import (
     LeadStats,
     Ping,
     Pong,
+    StepAhead,
     Submit,
     TokenEvent,
     Tokens,
 )
+from sonar.worker.step_forecast import StepForecast
 
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 1.0
 # A signal does not end a wait on the inbox: an idle lead looks up this often. Four wake-ups a second cost nothing.
 MAX_IDLE_S = 0.25
+
+
+# A shorter step is not announced: its head waits longer than this for news in any case (`Timeouts.hang_s`).
+ANNOUNCED_S = 1.0
+
+
+class StepObserver(Protocol):
+    """Who is told when an engine waits for a step; it tells of every step, in pairs."""
+
+    def step_began(self, num_tokens: int) -> None:
+        """The result of a step of so many tokens is waited for."""
+        ...
+
+    def step_ended(self, num_tokens: int) -> None:
+        """It is there."""
+        ...
 
 
 class ServingEngine(Protocol):
@@ -53,6 +71,10 @@ class ServingEngine(Protocol):
 
     def abort(self, request_id: str, finish: FinishReason) -> TokenEvent | None:
         """Ends a request; its terminal event, None for an unknown id."""
+        ...
+
+    def watch(self, observer: StepObserver) -> None:
+        """Tells the observer of steps from now on."""
         ...
 
     def step(self) -> list[TokenEvent]:
@@ -125,6 +147,25 @@ class LeadLoop:
         self._sequences = {"tokens": 0, "kv": 0}
         self._next_stats_s = clock()
         self._was_busy = False
+        self._forecast = StepForecast()
+        self._step_began_s = 0.0
+        engine.watch(self)
+
+    def step_began(self, num_tokens: int) -> None:
+        """See `StepObserver`: says so when a long step lies ahead."""
+        expected_s = self._forecast.expected_s(num_tokens)
+        if expected_s > ANNOUNCED_S:
+            self._send(
+                StepAhead(
+                    incarnation=self._incarnation, step=self.num_steps, num_tokens=num_tokens, expected_s=expected_s
+                )
+            )
+            self._next_stats_s = self._clock()  # which ends the head's patience once the step has ended
+        self._step_began_s = self._clock()
+
+    def step_ended(self, num_tokens: int) -> None:
+        """See `StepObserver`."""
+        self._forecast.measured(num_tokens, self._clock() - self._step_began_s)
 
     def run(self) -> None:
         """Serves until drained. Raises what a step raises; the engine is then of no more use."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ from cluster.events import (
 from cluster.messages import KillReplica, Refused, RegisterAgain, Registered, StartFailed, StartWorker, StopWorker
 from cluster.records import NodeState, ReplicaState
 from sonar.config import ParallelConfig
-from sonar.messages import Drained, Draining, Fault, LeadHello, LoadProgress
+from sonar.messages import Drained, Draining, Fault, LeadHello, LoadProgress, StepAhead
 from sonar.process import EXIT_USER_ERROR
 from tests.cluster.world import FakeAgent, World, deployment, lead_stats
 
@@ -165,6 +166,32 @@ def test_a_silent_engine_loop_is_killed() -> None:
     assert commands == []
     world.settle(1)
     assert world.ready() == ["m-0"] and world.recorded["m-0"] == 2
+
+
+@pytest.mark.parametrize(("expected_s", "allowed_s"), [(1.0, 10), (20.0, 80)])
+def test_a_long_step_that_was_announced_is_no_hang_until_it_is(expected_s: float, allowed_s: int) -> None:
+    world, agent = started(World(Timeouts(hang_s=10.0)))
+    (ref,) = agent.workers
+    world.lead_says(ref, StepAhead(incarnation=1, step=7, num_tokens=2048, expected_s=expected_s))
+    for second in range(1, allowed_s + 2):
+        world.now += 1.0
+        world.handle(AgentSpoke("a", agent.agent_id, tuple(agent.workers)))
+        world.handle(Tick())
+        assert bool(of_type(world.commands, CloseRoute)) == (second >= allowed_s), second
+    (close,) = of_type(world.commands, CloseRoute)
+    assert f"expected to take {expected_s:.1f} s" in close.reason
+
+
+def test_patience_ends_with_the_long_step() -> None:
+    world, agent = started(World(Timeouts(hang_s=10.0)))
+    (ref,) = agent.workers
+    world.lead_says(ref, StepAhead(incarnation=1, step=7, num_tokens=2048, expected_s=20.0))
+    world.lead_says(ref, lead_stats(1))
+    for _ in range(10):
+        world.now += 1.0
+        world.handle(AgentSpoke("a", agent.agent_id, tuple(agent.workers)))
+        world.handle(Tick())
+    assert len(of_type(world.commands, CloseRoute)) == 1
 
 
 def test_a_lost_node_moves_its_replica_and_its_return_kills_what_still_runs() -> None:

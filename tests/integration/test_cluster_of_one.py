@@ -128,6 +128,29 @@ async def test_a_hung_engine_is_found_and_its_stack_is_in_the_log(tmp_path) -> N
         assert "no sign of life" in head.control.state.replicas["fake-0"].failure.reason
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_a_stopped_lead_is_found_and_its_streams_are_finished(tmp_path, replicas: int) -> None:
+    timeouts = Timeouts(drain_s=5.0, hang_s=3.0)
+    async with running_head(tmp_path, "fake step_ms=10", replicas=replicas, timeouts=timeouts) as head:
+        await ready(head, replicas)
+        clients = [Client(head, f"r{n}", [n + 1], 400) for n in range(2 * replicas)]
+        for client in clients:
+            await client.has(130)  # long enough for news after the first steps, whose time nobody knew
+        stopped = worker_pid(head)
+        kill(stopped, signal.SIGSTOP)
+        began_s = time.monotonic()
+        replica = head.control.state.replicas["fake-0"]
+        await until(lambda: replica.failure.reason, "it is found")
+        print(f"found after {time.monotonic() - began_s:.1f} s", end=", ")
+        for n, client in enumerate(clients):
+            assert (await client.end()).finish is FinishReason.LENGTH
+            assert client.tokens == fake_output([n + 1], 3, 400)
+        print(f"streams finished after {time.monotonic() - began_s:.1f} s")
+        assert "no sign of life" in replica.failure.reason
+        await ready(head, replicas)
+        assert replica.incarnation == 2 and not psutil.pid_exists(stopped)
+
+
 async def test_a_poison_request_fails_alone(tmp_path) -> None:
     async with running_head(tmp_path, "fake step_ms=10") as head:
         await ready(head)

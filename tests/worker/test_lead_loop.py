@@ -19,6 +19,7 @@ from sonar.messages import (
     LeadStats,
     Ping,
     Pong,
+    StepAhead,
     Submit,
     Tokens,
 )
@@ -167,6 +168,26 @@ def test_cache_events_are_numbered_on_their_own() -> None:
 
     link, _ = run([[submit("a")], [], []], prepare=prepare)
     assert [(m.sequence, m.events[0].block_hash) for m in link.of(KVEvents)] == [(0, b"a"), (1, b"b")]
+
+
+def test_a_long_step_is_announced_before_it_and_its_end_is_said_at_once() -> None:
+    def prepare(link: FakeLink, engine: FakeEngine) -> None:
+        compute, durations = engine._compute, deque([0.02, 0.02, 5.0, 7.0, 0.02])
+
+        def slowly() -> list:
+            link.now += durations.popleft()
+            return compute()
+
+        engine._compute = slowly
+
+    link, _ = run([[submit("a", max_tokens=5)], [], [], [], []], prepare=prepare)
+    ahead = link.of(StepAhead)
+    assert [(m.step, m.num_tokens, m.expected_s) for m in ahead[:1]] == [(0, 1, 150.0)], "nothing is known yet"
+    assert [(m.step, round(m.expected_s)) for m in ahead[1:]] == [(3, 5), (4, 7)], "5 s had not been expected"
+    for message in ahead:
+        after = link.sent[link.sent.index(message) :]
+        kinds = [type(m) for m in after if isinstance(m, Tokens | LeadStats)]
+        assert kinds[:2] == [Tokens, LeadStats]
 
 
 def test_what_a_step_raises_ends_the_loop() -> None:
