@@ -216,11 +216,9 @@ class Head:
         shown: object = None
         while True:
             self.control.guarded_tick()
-            if self._observer is not None:
-                status = self.control.status()
-                if (news := _news(status)) != shown:
-                    shown = news
-                    self._observer.on_status(status)
+            if self._observer is not None and (news := _news(self.control)) != shown:
+                shown = news
+                self._observer.on_status(self.control.status())
             if self._exit_when_failed and not self._stopping.is_set():
                 self._check_start()
             if self.config.nodes.exit_when_missing and self.control.state.roll_call.failure and not self._result.error:
@@ -286,11 +284,15 @@ def run_head(
         return runner.run(serve())
 
 
-def _news(status: ClusterStatus) -> object:
-    """What of a status is worth showing when it changes."""
-    nodes = [(node.node_id, node.state) for node in status.nodes]
-    stopping = status.num_open_requests if status.is_stopping else None
-    return stopping, nodes, [(r.replica_id, r.state, r.incarnation, r.phase, r.done, r.note) for r in status.replicas]
+def _news(control: ControlPlane) -> object:
+    """What of a status is worth showing when it changes. Not from a status: one of 1,000 hosts takes 20 ms."""
+    nodes = [(node.node_id, node.state) for node in control.state.nodes.values()]
+    stopping = control.table.num_open if control.state.is_stopping else None
+    replicas = [
+        (r.replica_id, r.state, r.incarnation, r.progress.phase, r.progress.done, r.note)
+        for r in control.state.replicas.values()
+    ]
+    return stopping, nodes, replicas
 
 
 def _reachable(address: Address) -> Address:
