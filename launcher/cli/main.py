@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "head": ("launcher.cli.head", "run the head of a cluster of many hosts"),
     "join": ("launcher.cli.join", "make this host one of a cluster's"),
     "plan": ("launcher.cli.plan", "show where every rank of a cluster would run"),
+    "up": ("launcher.cli.up", "head here, and hosts over ssh"),
     "check": ("launcher.cli.check", "is this host fit to join, are a cluster's hosts fit for each other"),
     "chat": ("launcher.cli.chat", "talk to a served model in the terminal"),
     "bench": ("launcher.cli.bench", "measure: offline, latency, serve"),

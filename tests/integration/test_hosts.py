@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shlex
 import signal
 import ssl
 import time
@@ -337,6 +338,44 @@ def test_bad_hosts_are_named(network: Network, model: str, tmp_path: Path) -> No
     assert older.process.wait(DEADLINE_S) == 3
     assert "the head refused this node: Sonar 9.9 there" in older.text()
     process.wait_for("refused node node: Sonar 9.9 there")
+
+
+def test_a_new_head_finds_its_hosts_again(network: Network, model: str, tmp_path: Path) -> None:
+    token = tmp_path / "join.token"
+    head, node = network.host("head", "10.1.0.1/24"), network.host("node", "10.1.0.2/24")
+    toml = cluster_toml(model, token)
+    first = head.head(toml)
+    node.join("10.1.0.1", token)
+    first.wait_for("Ready after")
+    assert first.end(signal.SIGKILL) == -signal.SIGKILL
+    second = head.head(toml)
+    second.wait_for("Ready after")
+    assert "1 replicas on node" in second.text()
+
+
+def test_up_starts_and_ends_every_host(network: Network, model: str, tmp_path: Path) -> None:
+    """With a program in ssh's place that enters a host's namespace; one host cannot be reached."""
+    head = network.host("head", "10.1.0.1/24")
+    nodes = [network.host(f"node-{n}", f"10.1.0.{n + 1}/24") for n in (1, 2)]
+    ssh = tmp_path / "ssh"
+    cases = "".join(
+        f'{n.name}) XDG_STATE_HOME={n.folder}/state exec ip netns exec {n.namespace} sh -c "$2" ;;\n' for n in nodes
+    )
+    ssh.write_text(f"#!/bin/sh\ncase ${{1#me@}} in\n{cases}esac\nexit 255\n")
+    ssh.chmod(0o700)
+    clone = tmp_path / "clone" / "launcher"
+    clone.mkdir(parents=True)
+    (clone / "run_cluster.sh").write_text(f'#!/bin/sh\ncd {ROOT} && exec {shlex.join(COMMAND)} "$@"\n')
+    (clone / "run_cluster.sh").chmod(0o700)
+    token = tmp_path / "join.token"
+    (head.folder / "cluster.toml").write_text(cluster_toml(model, token, replicas=2, nodes="min = 2"))
+    hosts = ("--hosts", "me@node-1,node-2,gone", "--ssh", str(ssh), "--remote-dir", str(clone.parent))
+    up = head.start(*SONAR, "up", "--config", str(head.folder / "cluster.toml"), *hosts)
+    up.wait_for("2 replicas on node-1, node-2")
+    assert "host gone has left with exit code 255: ssh could not reach it" in up.text()
+    assert "[node-1]" in up.text() and load_or_create_token(token) not in up.text()
+    assert up.end() == 0
+    assert [node.pids() for node in nodes] == [[], []]
 
 
 def test_https(network: Network, model: str, tmp_path: Path) -> None:
