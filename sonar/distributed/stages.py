@@ -1,6 +1,7 @@
 """Which layers each pipeline stage computes: contiguous ranges, balanced by bytes. Pure and torch-free.
 
-The first stage holds the embedding too, the last one the head. Called by the loader and by tests.
+Bytes stand for time: a decode step reads every weight once, but of the embedding a few rows alone. So the first stage
+is given nothing for the embedding that it holds, the last one the whole head. Called by the loader and by tests.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
 
 
 class StageSizes(NamedTuple):
-    """Bytes of each layer, and of what the first and the last stage hold beside."""
+    """Bytes that a step reads of each layer, and of what the first and the last stage hold beside."""
 
     layers: list[int]
     first: int
@@ -30,8 +31,7 @@ def measure_stages(config: ModelConfig, stored: Mapping[str, int]) -> StageSizes
     if not stored:
         heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         layer = config.hidden_size * (heads + 3 * config.intermediate_size)
-        table = config.hidden_size * config.vocab_size
-        return StageSizes([layer] * config.num_layers, table, table)
+        return StageSizes([layer] * config.num_layers, 0, config.hidden_size * config.vocab_size)
     layers = [0] * config.num_layers
     for name, size in stored.items():
         found = _LAYER.match(name)
@@ -39,7 +39,7 @@ def measure_stages(config: ModelConfig, stored: Mapping[str, int]) -> StageSizes
             layers[int(found[1])] += size
     embedding = sum(stored.get(name, 0) for name in _EMBEDDINGS)
     head = embedding if config.tie_word_embeddings else stored.get("lm_head.weight", embedding)
-    return StageSizes(layers, embedding, head)
+    return StageSizes(layers, 0, head)
 
 
 def plan_stages(

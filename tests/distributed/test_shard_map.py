@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from sonar.config import LayerKind, ModelConfig, ParallelConfig
 from sonar.distributed.shard_map import Span, make_shard_map, split
-from sonar.distributed.stages import plan_stages
+from sonar.distributed.stages import measure_stages, plan_stages
 from sonar.errors import ConfigError
 
 
@@ -174,3 +175,18 @@ def test_given_stages_are_taken_or_refused():
         plan_stages(config, ParallelConfig(pp_size=6), [1] * 5, 0, 0)
     with pytest.raises(ConfigError, match="pp_layers"):
         ParallelConfig(pp_size=2, pp_layers=(5,))
+
+
+def test_sizes_are_those_of_the_checkpoint_and_count_what_a_step_reads():
+    config = model(num_layers=2)
+    stored = {
+        f"model.layers.{i}.{part}": 10 for i in range(3) for part in ("mlp.up_proj.weight", "input_layernorm.weight")
+    }
+    stored |= {"model.embed_tokens.weight": 70, "lm_head.weight": 90, "model.norm.weight": 1}
+    assert measure_stages(config, stored) == ([20, 20], 0, 90)
+    tied = dataclasses.replace(config, tie_word_embeddings=True)
+    assert measure_stages(tied, stored) == ([20, 20], 0, 70)
+    gpt2 = {"transformer.h.1.attn.c_attn.weight": 5, "transformer.wte.weight": 3}
+    assert measure_stages(tied, gpt2) == ([0, 5], 0, 3)
+    layers, first, last = measure_stages(config, {})
+    assert layers == [576 * (24 * 64 + 3 * 1536)] * 2 and (first, last) == (0, 576 * 49152)
