@@ -25,14 +25,22 @@ DRAINED_S = 30.0
 class Churn:
     """Owner of the hosts.
 
+    Args:
+        num_devices, versions, load: of every host.
+
     Attributes:
         agents: node id -> the present start of its agent. faults: what was done so far.
     """
 
     def __init__(
-        self, link: SimLink, control: ControlPlane, num_devices: int, versions: dict[str, str], load: LoadTimes,
+        self,
+        link: SimLink,
+        control: ControlPlane,
+        num_devices: int,
+        versions: dict[str, str],
+        load: LoadTimes,
         random: Random,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.agents: dict[str, SimAgent] = {}
         self.faults: Counter[str] = Counter()
         self._link = link

@@ -26,11 +26,10 @@ Receiver = Callable[[bytes], None]
 class Connection:
     """One peer's link. Frames in flight are lost when it breaks."""
 
-    def __init__(self, link: SimLink, peer: PeerId, receive: Receiver) -> None:
+    def __init__(self, link: SimLink, identity: bytes, receive: Receiver) -> None:
         self.is_open = True
         self._link = link
-        self._peer = peer
-        self._identity = peer.encode()
+        self._identity = identity
         self._receive = receive
 
     def send(self, frame: bytes) -> None:
@@ -44,7 +43,7 @@ class Connection:
     def close(self) -> None:
         """The peer has gone, or cannot be reached."""
         self.is_open = False
-        self._link.forget(self._peer, self)
+        self._link.forget(self._identity, self)
 
 
 class SimLink:
@@ -63,7 +62,7 @@ class SimLink:
             PeerKind.AGENT: Codec(AgentToHead, size_bytes),
             PeerKind.LEAD: Codec(LeadToHead, size_bytes),
         }
-        self._connections: dict[PeerId, Connection] = {}
+        self._connections: dict[bytes, Connection] = {}
         self._handler: MessageHandler | None = None
 
     def open(self, handler: MessageHandler) -> None:
@@ -72,21 +71,22 @@ class SimLink:
 
     def connect(self, peer: PeerId, receive: Receiver) -> Connection:
         """A peer's (new) connection; an older one of that name breaks."""
-        old = self._connections.get(peer)
+        identity = peer.encode()
+        old = self._connections.get(identity)
         if old is not None:
             old.close()
-        connection = self._connections[peer] = Connection(self, peer, receive)
+        connection = self._connections[identity] = Connection(self, identity, receive)
         return connection
 
-    def forget(self, peer: PeerId, connection: Connection) -> None:
+    def forget(self, identity: bytes, connection: Connection) -> None:
         """A connection has ended."""
-        if self._connections.get(peer) is connection:
-            del self._connections[peer]
+        if self._connections.get(identity) is connection:
+            del self._connections[identity]
 
     def send(self, peer: PeerId, message: msgspec.Struct) -> bool:
         """See `sonar.transport_server.Server.send`."""
         frame = self._codecs[peer.kind].encode(message)
-        connection = self._connections.get(PeerId.decode(peer.encode()) or peer)
+        connection = self._connections.get(peer.encode())
         if connection is None:
             self.counters.unsent += 1
             return False
