@@ -188,6 +188,25 @@ def test_sigkill_of_an_agent_is_a_pause_and_its_host_may_come_back(cluster: Clus
     cluster.wait_for_replicas(3)
 
 
+def test_a_cut_link_is_a_pause_and_mends(cluster: Cluster, unbroken: list[str]) -> None:
+    """No process dies and no connection is reset: the host is just not heard any more. What it computes meanwhile is
+    stale, and when it is heard again its worker is replaced."""
+    cluster.wait_for_replicas(3)
+    node, agent = cluster.nodes["node-2"], cluster.agents["node-2"]
+    stale, before = workers(agent)[0], cluster.num_migrations()
+    streams = cluster.streams()
+    for stream in streams:
+        stream.has_begun()
+    node.run("ip", "link", "set", "eth0", "down")
+    check(streams, unbroken)
+    assert cluster.num_migrations() > before
+    assert "node node-2 is lost: silent" in cluster.head_process.text()
+    node.run("ip", "link", "set", "eth0", "up")
+    psutil.wait_procs([stale], DEADLINE_S)
+    assert not stale.is_running() and agent.process.poll() is None
+    cluster.wait_for_replicas(3)
+
+
 def test_a_host_that_leaves_drains_first(cluster: Cluster, unbroken: list[str]) -> None:
     streams = cluster.streams()
     for stream in streams:
