@@ -145,8 +145,7 @@ class AnswerJournal:
         self._connection = _open(path)
         self._load()
         self._queue: SimpleQueue[_Work | None] = SimpleQueue()
-        self._thread = Thread(target=self._write_forever, name="answer-journal", daemon=True)
-        self._thread.start()
+        self._thread: Thread | None = None  # begins with the first work: many servers never have any
 
     @property
     def num_answers(self) -> int:
@@ -245,12 +244,13 @@ class AnswerJournal:
 
     def close(self) -> None:
         """Writes what waits, and ends. Further calls are an error."""
-        self._queue.put(None)
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            logger.error("the journal's thread is still busy after %.0f s; left behind", CLOSE_TIMEOUT_S)
-        else:
-            self._connection.close()
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                logger.error("the journal's thread is still busy after %.0f s; left behind", CLOSE_TIMEOUT_S)
+                return
+        self._connection.close()
 
     # --- index ------------------------------------------------------------------------------------------------------
 
@@ -290,14 +290,20 @@ class AnswerJournal:
             connection.execute("DELETE FROM updates WHERE answer = ?", (answer_id,))
             connection.execute("DELETE FROM answers WHERE id = ?", (answer_id,))
 
-        self._queue.put(_Work(delete))
+        self._put(_Work(delete))
 
     # --- thread -----------------------------------------------------------------------------------------------------
 
     async def _do(self, function: Callable[[sqlite3.Connection], Any]) -> Any:
         done = asyncio.get_running_loop().create_future()
-        self._queue.put(_Work(function, done))
+        self._put(_Work(function, done))
         return await done
+
+    def _put(self, work: _Work) -> None:
+        if self._thread is None:
+            self._thread = Thread(target=self._write_forever, name="answer-journal", daemon=True)
+            self._thread.start()
+        self._queue.put(work)
 
     def _write_forever(self) -> None:
         is_open = True

@@ -60,14 +60,16 @@ def create_app(
         load_tokenizer: reads the tokenizer at a `ServedModel.path`; called in a thread, once a path.
         journal: of answers that outlive their connection; None keeps them for as long as this process lives.
     """
-    journal = AnswerJournal() if journal is None else journal
+    own_journal = None
+    if journal is None:
+        journal = own_journal = AnswerJournal()
     services, routes = _services(gateway, settings, registry, load_tokenizer, journal)
     registry.register(JournalMetrics(journal, services.answers))
     app = FastAPI(
         title="Sonar",
         version=settings.version,
         description="OpenAI-compatible serving; docs/api.md has the details.",
-        lifespan=lambda _: _lifespan(services),
+        lifespan=lambda _: _lifespan(services, own_journal),
         redirect_slashes=False,
     )
     for router in (generate_router(routes), resume_router(services), tokenize_router(services), info_router(services)):
@@ -115,7 +117,7 @@ def _services(
 
 
 @asynccontextmanager
-async def _lifespan(services: Services) -> AsyncIterator[None]:
+async def _lifespan(services: Services, own_journal: AnswerJournal | None) -> AsyncIterator[None]:
     """Load the tokenizers of the models there are while the server starts, so that no request waits for it, and go on
     with what an earlier head left open."""
     async with asyncio.TaskGroup() as group:
@@ -128,6 +130,8 @@ async def _lifespan(services: Services) -> AsyncIterator[None]:
             for task in warmers:
                 task.cancel()
             services.tokenizers.close()
+    if own_journal is not None:
+        own_journal.close()
 
 
 async def _warm(services: Services, path: str) -> None:

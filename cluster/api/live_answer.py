@@ -116,7 +116,7 @@ class LiveAnswer:
         """Computes it to its end. Raises nothing; cancelled, it is left to the next head."""
         try:
             if self._stored is None:
-                await self._tools.journal.begin(self.record)
+                await self._begin()
             prepared = await self._prepare()
             if prepared.fingerprint != self.record.fingerprint:
                 raise ApiError(500, "the model was changed while the request was open", code="generation_failed")
@@ -132,6 +132,15 @@ class LiveAnswer:
         """Nobody wants it any more, or the server ends: readers are told so."""
         self.failure = self.failure or ApiError(410, "the answer was given up", code="stream_given_up")
         self._end()
+
+    async def _begin(self) -> None:
+        try:
+            await self._tools.journal.begin(self.record)
+        except JournalError as error:
+            logger.error("%s: %s", self.record.answer_id, error)
+            raise ApiError(
+                503, "the journal cannot be written now; ask again without being resumable", code="journal_failed"
+            ) from error
 
     async def _generate(self, prepared: Prepared, writer: BatchWriter) -> None:
         tools = self._tools

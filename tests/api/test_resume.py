@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from cluster.answer_journal import AnswerJournal
 from cluster.api.settings import ApiSettings
+from cluster.gateway import GenerateRequest
 from tests.api.conftest import Served, serve
 from tests.api.fakes import FakeGateway
 
@@ -246,6 +248,30 @@ def test_an_error_after_the_first_token_is_the_last_event_for_every_reader(slow:
         frames = frames_of(client.post("/v1/chat/completions", json=body, headers=RESUMABLE).text)
         assert json.loads(frames[-1][1])["error"]["code"] == "generation_failed"
         assert frames_of(client.get(f"/v1/streams/{stream_id(frames)}", params={"after": "4"}).text) == frames[4:]
+
+
+def test_a_journal_that_cannot_be_written_ends_no_stream(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    journal = AnswerJournal(path)
+    gateway = FakeGateway(delay_s=0.002)
+    body = {**CHAT, "stream": True, "max_tokens": 30}
+    with serve(gateway, ApiSettings(), journal) as running, running.client() as client:
+
+        def break_it(request: GenerateRequest, number: int) -> None:
+            if number == 10:
+                with sqlite3.connect(path) as other:
+                    other.execute("DROP TABLE IF EXISTS updates")
+                    other.execute("DROP TABLE IF EXISTS answers")
+
+        gateway.fail = break_it
+        frames = frames_of(client.post("/v1/chat/completions", json=body, headers=RESUMABLE).text)
+        assert frames[-1] == (len(frames), "[DONE]")
+        assert client.get(f"/v1/streams/{stream_id(frames)}").status_code == 404, "it is not there any more"
+        refused = client.post("/v1/chat/completions", json=body, headers=RESUMABLE)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "journal_failed"
+        assert client.post("/v1/chat/completions", json=body).text.endswith("data: [DONE]\n\n")
+        assert running.metric("sonar_journal_failures_total") >= 2
+    journal.close()
 
 
 @pytest.mark.parametrize(
