@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACES = (Path("/proc/self/ns/net"), Path("/proc/self/ns/pid"))
 # A collective waits for the slowest rank's loading. A rank that ends is noticed by its agent, one that hangs by the
 # head, both of which end the process: this is not how faults are found.
 _COLLECTIVE_TIMEOUT_S = 1800.0
@@ -109,9 +110,9 @@ class RankGroups:
 def _exchange_placement(store: Store, parallel: ParallelConfig) -> Placement:
     """Each rank says which host it is on, and hears it of the others."""
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-    # A container has a host name of its own and no shared /proc with its neighbours, but the kernel's boot id.
-    own = json.dumps([boot_id, socket.gethostname()])
-    store.set(f"host/{parallel.rank}", own)
+    # Containers of one machine have its boot id, but neither its loopback nor its process ids.
+    spaces = [str(path.readlink()) for path in _NAMESPACES if path.is_symlink()]
+    store.set(f"host/{parallel.rank}", json.dumps([boot_id, socket.gethostname(), *spaces]))
     return Placement(tuple(store.get(f"host/{rank}").decode() for rank in range(parallel.world_size)))
 
 

@@ -15,6 +15,7 @@ from sonar.distributed.rank_link import RankLink, RankSpec
 from sonar.messages import RankToHead
 from sonar.transport import Address, PeerId, PeerKind
 from sonar.transport_server import Server
+from tests.integration.hosts import enter
 
 TOKEN = "a token of the tests' own, long enough"
 REPLICA = "tiny-0"
@@ -24,7 +25,9 @@ TIMEOUT_S = 90.0
 class StoreServer:
     """The part of a head that ranks meet through, in a thread with a loop of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1", namespace: str = "") -> None:
+        self._host = host
+        self._namespace = namespace
         self._rendezvous = Rendezvous()
         self._is_open = threading.Event()
         self._end = asyncio.Event()
@@ -33,9 +36,11 @@ class StoreServer:
         assert self._is_open.wait(10)
 
     async def _serve(self) -> None:
+        if self._namespace:
+            enter(self._namespace)
         self._loop = asyncio.get_running_loop()
         server = Server(TOKEN, {PeerKind.RANK: RankToHead})
-        self.address: Address = server.bind("127.0.0.1", 0)
+        self.address: Address = server.bind(self._host, 0)
 
         def handle(peer: PeerId, message: Any) -> None:
             rank = int(peer.name.rpartition("/")[2])
@@ -56,17 +61,25 @@ class StoreServer:
 
 
 class RankPool:
-    """Owns the processes; each replica is one incarnation."""
+    """Owns the processes; each replica is one incarnation.
 
-    def __init__(self, size: int) -> None:
-        self._server = StoreServer()
+    Args:
+        namespaces: network namespaces over which the ranks are spread evenly, in order; none: this one.
+        host: address of the head's part, in the first namespace.
+    """
+
+    def __init__(self, size: int, namespaces: tuple[str, ...] = (), host: str = "127.0.0.1") -> None:
+        self._server = StoreServer(host, namespaces[0] if namespaces else "")
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         self._incarnation = 0
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank_main, args=(rank, self._server.address, theirs), daemon=True)
+            namespace = namespaces[rank * len(namespaces) // size] if namespaces else ""
+            process = context.Process(
+                target=_rank_main, args=(rank, self._server.address, theirs, namespace), daemon=True
+            )
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -106,8 +119,11 @@ def make_config(folder: str, parallel: ParallelConfig) -> EngineConfig:
     )
 
 
-def _rank_main(rank: int, address: Address, pipe: Connection) -> None:
+def _rank_main(rank: int, address: Address, pipe: Connection, namespace: str) -> None:
     import traceback
+
+    if namespace:
+        enter(namespace)  # before any thread: later ones are born into it
 
     from tests.distributed import jobs
 
