@@ -26,7 +26,7 @@ def clone(tmp_path: Path) -> Path:
     script = tmp_path / "a clone" / "launcher" / "run_cluster.sh"
     script.parent.mkdir(parents=True)
     script.write_text(
-        '#!/bin/sh\necho "$@"\n[ -e code ] && exit "$(cat code)"\ntrap "echo left; exit 7" TERM\n'
+        '#!/bin/sh\ntrap "echo left; exit 7" TERM\necho "$@"\n[ -e code ] && exit "$(cat code)"\n'
         "while :; do sleep 0.05; done\n"
     )
     script.chmod(0o700)
