@@ -114,7 +114,7 @@ def environment_below_main(source: Source) -> Iterator[str]:
     if source.path in MAINS:
         return
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv"):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv"):
             yield f"{source.path}:{node.lineno}: {ast.unparse(node)} below a main; hand the value in"
 
 
