@@ -104,7 +104,7 @@ class ControlPlane:
         self.incarnations = IncarnationCeiling(store)
         self.server = server
         self.state = ClusterState(config.timeouts, config.restart, versions, self.incarnations.floor, config.nodes)
-        self.state.incarnation_limit = self.incarnations.ceiling
+        self.state.incarnations.limit = self.incarnations.ceiling
         self.table = RequestTable(MemoryJournal(), self, clock)
         self.rendezvous = Rendezvous()
         self._operators = OperatorDesk(self.state, self.feed, self.status, versions)
@@ -140,7 +140,7 @@ class ControlPlane:
 
     def tick(self) -> None:
         """Several times a second."""
-        self.state.incarnation_limit = self.incarnations.ceiling
+        self.state.incarnations.limit = self.incarnations.ceiling
         self.feed(Tick())
         now = self._clock()
         for replica_id, incarnation, reply in self.rendezvous.tick(now):

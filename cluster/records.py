@@ -151,6 +151,25 @@ class FailureRecord:
 
 
 @dataclass
+class IncarnationNumbers:
+    """Which incarnation numbers replicas have had.
+
+    Attributes:
+        floor: an earlier head may have given any number up to it, to any replica.
+        limit: no higher number is given; set by the shell as far as numbers are known to be new.
+        given: replica id -> its latest number from this head.
+    """
+
+    floor: int
+    limit: float = math.inf
+    given: dict[str, int] = field(default_factory=dict)
+
+    def latest(self, replica_id: str) -> int:
+        """The highest number the replica may have had."""
+        return self.given.get(replica_id, self.floor)
+
+
+@dataclass
 class ReplicaRecord:
     """One engine instance over all its incarnations.
 

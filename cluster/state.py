@@ -8,7 +8,6 @@ tests that feed it years of faults in a second.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import assert_never
 
@@ -45,7 +44,7 @@ from cluster.messages import (
     WorkerStarted,
 )
 from cluster.placement import Unplaceable, place_replica
-from cluster.records import ALIVE_STATES, NodeRecord, NodeState, ReplicaRecord, ReplicaState
+from cluster.records import ALIVE_STATES, IncarnationNumbers, NodeRecord, NodeState, ReplicaRecord, ReplicaState
 from cluster.replica_life import End, ReplicaLife
 from cluster.roll_call import RollCall
 from cluster.rolling_restart import mark_for_restart, next_to_restart
@@ -67,8 +66,6 @@ class ClusterState:
         incarnation_floor: an earlier head may have given any number up to it, to any replica.
         nodes: hosts to wait for before anything is placed.
 
-    Attributes:
-        incarnation_limit: no higher number is given; set by the shell as far as numbers are known to be new.
     """
 
     def __init__(
@@ -86,9 +83,7 @@ class ClusterState:
         self.roll_call = RollCall(nodes)
         self._timeouts = timeouts
         self._versions = dict(versions)
-        self.incarnation_limit: float = math.inf
-        self._incarnation_floor = incarnation_floor
-        self._incarnations: dict[str, int] = {}
+        self.incarnations = IncarnationNumbers(incarnation_floor)
         self._pending: dict[str, ReplicaRecord] = {}
         self._life = ReplicaLife(self.nodes, timeouts, restart)
         self._last_tick_s: float | None = None
@@ -357,7 +352,7 @@ class ClusterState:
             replica_id = f"{deployment}-{index}"
             replica = self.replicas.get(replica_id)
             if replica is None:
-                last = self._incarnations.get(replica_id, self._incarnation_floor)
+                last = self.incarnations.latest(replica_id)
                 replica = ReplicaRecord(replica_id, deployment, self._pending, incarnation=last, since_s=now)
                 self.replicas[replica_id] = replica
             replica.is_wanted = True
@@ -434,8 +429,8 @@ class ClusterState:
             if replica.deployment in no_room:
                 replica.note = no_room[replica.deployment]
                 continue
-            incarnation = self._incarnations.get(replica.replica_id, self._incarnation_floor) + 1
-            if incarnation > self.incarnation_limit:
+            incarnation = self.incarnations.latest(replica.replica_id) + 1
+            if incarnation > self.incarnations.limit:
                 replica.note = f"incarnation {incarnation} waits for the head's store, which does not answer"
                 continue
             config = self.deployments[replica.deployment]
@@ -445,7 +440,7 @@ class ClusterState:
             if isinstance(placed, Unplaceable):
                 no_room[replica.deployment] = replica.note = placed.reason
                 continue
-            replica.incarnation = self._incarnations[replica.replica_id] = incarnation
+            replica.incarnation = self.incarnations.given[replica.replica_id] = incarnation
             self._life.start(replica, placed, config, out, now)
             views |= {place.node_id: self.nodes[place.node_id].view for place in placed}
 

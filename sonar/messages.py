@@ -228,7 +228,7 @@ class Fault(_Message, frozen=True, kw_only=True):
 
 
 class Draining(_Message, frozen=True, kw_only=True):
-    """Lead -> head: the process was told to end (SIGTERM); send it no new request. Open ones go on; `Drained` follows."""
+    """Lead -> head: the process was told to end (SIGTERM): no new request. Open ones go on; `Drained` follows."""
 
     incarnation: int
 

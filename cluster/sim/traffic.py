@@ -33,6 +33,23 @@ class _Client:
     num_tokens: int = 0
 
 
+class _Prompts:
+    """Makes prompts: a prefix that others share, by Zipf's law, and some tokens of its own."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self._prefixes = [
+            [random.randrange(VOCAB_SIZE) for _ in range(random.randrange(64, 513))] for _ in range(NUM_PREFIXES)
+        ]
+        self._weights = list(accumulate(rank**-ZIPF_EXPONENT for rank in range(1, NUM_PREFIXES + 1)))
+
+    def draw(self) -> list[int]:
+        """Token ids of the next prompt."""
+        random = self._random
+        prefix = random.choices(self._prefixes, cum_weights=self._weights)[0]
+        return prefix + [random.randrange(VOCAB_SIZE) for _ in range(random.randrange(8, 65))]
+
+
 class Traffic:
     """Owner of the clients.
 
@@ -52,10 +69,7 @@ class Traffic:
         self._models = models
         self._random = random
         self._clients: dict[str, _Client] = {}
-        self._prefixes = [
-            [random.randrange(VOCAB_SIZE) for _ in range(random.randrange(64, 513))] for _ in range(NUM_PREFIXES)
-        ]
-        self._weights = list(accumulate(rank**-ZIPF_EXPONENT for rank in range(1, NUM_PREFIXES + 1)))
+        self._prompts = _Prompts(random)
         self._period = 0
 
     @property
@@ -84,8 +98,7 @@ class Traffic:
 
     def _send(self) -> None:
         random = self._random
-        prefix = random.choices(self._prefixes, cum_weights=self._weights)[0]
-        prompt = prefix + [random.randrange(VOCAB_SIZE) for _ in range(random.randrange(8, 65))]
+        prompt = self._prompts.draw()
         number = self.accepted + self.refused
         sampling = SamplingParams(seed=random.getrandbits(40), max_tokens=random.randrange(1, 65))
         request = GenerateRequest(f"r{number}", random.choice(self._models), prompt, sampling)

@@ -281,17 +281,17 @@ class FusedOps:
 
 
 class TensorParallel(Protocol):
-    """What layers and sampler need of the ranks that share every layer of a model; all of them make the same calls.
-
-    Attributes:
-        rank, size: place among these ranks, and how many there are.
-    """
+    """What layers and sampler need of the ranks that share every layer of a model; all of them make the same calls."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Place among these ranks."""
+        ...
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """How many there are."""
+        ...
 
     def vocabulary(self, vocab_size: int) -> tuple[int, int]:
         """First token id of this rank's rows of embedding and head, and the one after the last."""

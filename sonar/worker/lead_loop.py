@@ -142,14 +142,16 @@ class LeadLoop:
         self._greeting = (hello, ready)
         self._should_drain = should_drain
         self._clock = clock
-        self._incarnation = hello.incarnation
         self._is_draining = False
         self._sequences = {"tokens": 0, "kv": 0}
         self._next_stats_s = clock()
         self._was_busy = False
         self._forecast = StepForecast()
-        self._step_began_s = 0.0
         engine.watch(self)
+
+    @property
+    def _incarnation(self) -> int:
+        return self._greeting[0].incarnation
 
     def step_began(self, num_tokens: int) -> None:
         """See `StepObserver`: says so when a long step lies ahead."""
@@ -161,11 +163,11 @@ class LeadLoop:
                 )
             )
             self._next_stats_s = self._clock()  # which ends the head's patience once the step has ended
-        self._step_began_s = self._clock()
+        self._forecast.began(self._clock())
 
     def step_ended(self, num_tokens: int) -> None:
         """See `StepObserver`."""
-        self._forecast.measured(num_tokens, self._clock() - self._step_began_s)
+        self._forecast.ended(num_tokens, self._clock())
 
     def run(self) -> None:
         """Serves until drained. Raises what a step raises; the engine is then of no more use."""

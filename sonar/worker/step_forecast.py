@@ -20,6 +20,15 @@ class StepForecast:
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
+        self._began_s = 0.0
+
+    def began(self, now: float) -> None:
+        """A step begins. now: monotonic seconds."""
+        self._began_s = now
+
+    def ended(self, num_tokens: int, now: float) -> None:
+        """The step that began last has ended."""
+        self.measured(num_tokens, now - self._began_s)
 
     def expected_s(self, num_tokens: int) -> float:
         """At most so long, if all goes as before."""

@@ -72,7 +72,7 @@ def test_what_cannot_be_written_is_not_promised() -> None:
 
 def test_without_a_number_a_replica_waits_and_says_so() -> None:
     world = World()
-    world.state.incarnation_limit = 1
+    world.state.incarnations.limit = 1
     agent = world.join("a")
     world.handle(DeploymentApplied(deployment(replicas=2)))
     world.settle(0.5)
@@ -81,7 +81,7 @@ def test_without_a_number_a_replica_waits_and_says_so() -> None:
     world.settle(3.0)
     (waiting,) = [r for r in world.state.replicas.values() if r.state is ReplicaState.PLACING]
     assert len(world.ready()) == 1 and "incarnation 2 waits for the head's store" in waiting.note
-    world.state.incarnation_limit = 2
+    world.state.incarnations.limit = 2
     world.settle(0.5)
     assert world.ready() == ["m-0", "m-1"] and not waiting.note
 
