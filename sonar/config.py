@@ -136,23 +136,24 @@ class SchedulerConfig:
 
     Attributes:
         max_num_requests: requests computed in one step; also the number of slots a worker holds.
-        max_step_tokens: token budget of a step, prefill and decode together.
+        max_step_tokens: token budget of a step, prefill and decode together; 0 = auto, by device (a prompt's chunk holds
+            up every stream).
         max_waiting: requests held waiting; one more is refused with `CapacityError`.
         max_model_len: prompt + output tokens of a request; 0 = the model's own limit.
         overlap: schedule step N+1 while N runs.
     """
 
     max_num_requests: int = 256
-    max_step_tokens: int = 2048
+    max_step_tokens: int = 0
     max_waiting: int = 4096
     max_model_len: int = 0
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_num_requests", "max_step_tokens", "max_waiting"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}; must be at least 1", param=name)
-        if self.max_step_tokens < self.max_num_requests:
+        for name, least in (("max_num_requests", 1), ("max_step_tokens", 0), ("max_waiting", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)}; must be at least {least}", param=name)
+        if 0 < self.max_step_tokens < self.max_num_requests:
             raise ConfigError(
                 f"max_step_tokens={self.max_step_tokens} is below max_num_requests={self.max_num_requests}: "
                 "a step could not decode every request; raise it",

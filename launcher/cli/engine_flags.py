@@ -83,7 +83,7 @@ FLAGS = (
     EngineFlag("--kv-cache-dtype", "cache", "dtype", str, "type of cached keys and values", DTYPES),
     EngineFlag("--no-prefix-caching", "cache", "enable_prefix_caching", bool, "compute shared prefixes every time"),
     EngineFlag("--max-num-requests", "scheduler", "max_num_requests", int, "requests computed in one step"),
-    EngineFlag("--max-step-tokens", "scheduler", "max_step_tokens", int, "token budget of a step"),
+    EngineFlag("--max-step-tokens", "scheduler", "max_step_tokens", int, "token budget of a step; 0: by device"),
     EngineFlag("--max-waiting", "scheduler", "max_waiting", int, "requests held waiting; one more is refused"),
     EngineFlag(
         "--max-model-len", "scheduler", "max_model_len", int, "prompt + output tokens; 0: the model's own limit"

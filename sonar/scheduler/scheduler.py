@@ -66,6 +66,7 @@ class Scheduler:
         incarnation: int = 0,
         num_stages: int = 1,
     ) -> None:
+        assert config.max_step_tokens > 0, "max_step_tokens is not resolved"
         self._config = config
         self._limits = limits
         self._cache = cache

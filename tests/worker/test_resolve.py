@@ -174,3 +174,10 @@ def test_all_ranks_plan_by_the_tightest_of_their_needs():
     assert own == [CacheNeeds(1 << 26, TOKEN_BYTES, (1, 1))]
     _, many = resolve_cache(config, groups, TOKEN_BYTES, USE, CPU, is_length_given=False)
     assert all(a < b for a, b in zip(few, many))
+
+
+@pytest.mark.parametrize(("asked", "requests", "settled"), [(0, 8, 256), (0, 300, 300), (64, 8, 64)])
+def test_a_step_on_a_cpu_is_short_unless_it_is_told_otherwise(asked: int, requests: int, settled: int) -> None:
+    limits = SchedulerConfig(max_num_requests=requests, max_step_tokens=asked)
+    resolved = resolve_config(EngineConfig(model="m", device="cpu", scheduler=limits), make_model(), CPU)
+    assert resolved.config.scheduler.max_step_tokens == settled
