@@ -136,8 +136,8 @@ class SchedulerConfig:
 
     Attributes:
         max_num_requests: requests computed in one step; also the number of slots a worker holds.
-        max_step_tokens: token budget of a step, prefill and decode together; 0 = auto, by device (a prompt's chunk holds
-            up every stream).
+        max_step_tokens: token budget of a step, prefill and decode together; 0 = auto, by device (the chunk of a prompt
+            holds up every stream).
         max_waiting: requests held waiting; one more is refused with `CapacityError`.
         max_model_len: prompt + output tokens of a request; 0 = the model's own limit.
         overlap: schedule step N+1 while N runs.
