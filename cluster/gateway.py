@@ -36,7 +36,8 @@ class GenerateRequest:
 @dataclass(frozen=True)
 class ServedModel:
     """A model the API offers. path: folder or file its tokenizer is read from. ready: a replica takes requests.
-    is_recovering: none does, but one that did is being started again, and requests wait for it."""
+    is_recovering: none does, but one that did is being started again, and requests wait for it.
+    note: why none does, where the head knows."""
 
     name: str
     path: str
@@ -45,6 +46,7 @@ class ServedModel:
     ready: bool
     eos_token_ids: tuple[int, ...] = field(default=())
     is_recovering: bool = False
+    note: str = ""
 
 
 class Gateway(Protocol):

@@ -33,6 +33,8 @@ from cluster.local_agent import AgentCommand, AgentTicket, LocalAgent
 from cluster.messages import AgentToHead
 from cluster.metrics import HeadMetrics
 from cluster.operator_messages import OperatorToHead
+from cluster.placement import shortfall
+from cluster.records import ReplicaRecord, ReplicaState
 from cluster.security import load_or_create_token
 from cluster.status import ClusterStatus
 from cluster.store.contract import StoreUnavailableError
@@ -50,6 +52,8 @@ CEILING_CHECK_S = 1.0
 LOCAL_NODE = "local"
 # A head that serves one deployment from its own host ends when the first start fails twice.
 START_ATTEMPTS = 2
+# As the command line's: the caller's fault.
+EXIT_MISTAKE = 2
 
 
 @dataclass(frozen=True)
@@ -230,9 +234,28 @@ class Head:
         """Ends a head whose only purpose cannot be met."""
         for replica in self.control.state.replicas.values():
             failure = replica.failure
-            if not replica.was_ready and (failure.is_permanent or failure.count >= START_ATTEMPTS):
-                self._result = HeadResult(1, _failure_text(replica.replica_id, failure.reason, failure.log_tail))
-                self.request_stop()
+            if replica.was_ready:
+                continue
+            if reason := self._placing_problem(replica):
+                self._result = HeadResult(EXIT_MISTAKE, reason)
+            elif failure.is_permanent and failure.reason in failure.log_tail:  # nothing that the log could add
+                self._result = HeadResult(EXIT_MISTAKE, failure.reason)
+            elif failure.is_permanent or failure.count >= START_ATTEMPTS:
+                text = _failure_text(replica.replica_id, failure.reason, failure.log_tail)
+                self._result = HeadResult(EXIT_MISTAKE if failure.is_permanent else 1, text)
+            else:
+                continue
+            self.request_stop()
+            return
+
+    def _placing_problem(self, replica: ReplicaRecord) -> str:
+        """Why the nodes there are can never hold it; empty when they can, or none has joined."""
+        state = self.control.state
+        views = [node.view for node in state.nodes.values() if node.takes_work]
+        if not views or replica.state is not ReplicaState.PLACING or not state.roll_call.is_over:
+            return ""
+        engine = state.deployments[replica.deployment].engine_config
+        return shortfall(engine.parallel.world_size, engine.device, views)
 
     async def _shutdown(self) -> None:
         """Open requests first, then replicas, the agent, HTTP. Each wait has a deadline; a second request ends it."""

@@ -86,7 +86,8 @@ def served_models(state: ClusterState, table: RequestTable, created_unix_s: int)
     models = []
     for config in state.deployments.values():
         routes = [r for r in table.routes() if r.deployment == config.name and not r.is_draining]
-        coming = [r for r in state.replicas.values() if r.deployment == config.name and r.is_recovering]
+        replicas = [r for r in state.replicas.values() if r.deployment == config.name]
+        coming = [r for r in replicas if r.is_recovering]
         models.append(
             ServedModel(
                 name=config.model,
@@ -98,6 +99,7 @@ def served_models(state: ClusterState, table: RequestTable, created_unix_s: int)
                 created_unix_s=created_unix_s,
                 ready=bool(routes),
                 is_recovering=bool(coming) and not routes,
+                note="" if routes else next((r.note for r in replicas if r.note), ""),
             )
         )
     return models

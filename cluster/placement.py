@@ -36,9 +36,15 @@ class RankPlacement(NamedTuple):
 
 
 class Unplaceable(NamedTuple):
-    """Why there is no place now, with what is free, for the status."""
+    """Why there is no place now. free: what there is where, which changes more often than the reason."""
 
     reason: str
+    free: str = ""
+
+    @property
+    def text(self) -> str:
+        """All of it, for the status."""
+        return f"{self.reason}; free of all: {self.free}" if self.free else self.reason
 
 
 class _Room:
@@ -95,9 +101,20 @@ def place_replica(
         for rank in range(first, first + tp_size):
             node_id = whole or room.roomiest()
             if node_id is None:
-                return Unplaceable(f"needs {world_size} accelerators; free of all: {_free_text(nodes)}")
+                reason = shortfall(world_size, device, nodes)
+                return Unplaceable(reason or f"needs {world_size} CUDA devices, more than are free", _free_text(nodes))
             placed.append(RankPlacement(rank, node_id, room.take(node_id)))
     return placed
+
+
+def shortfall(world_size: int, device: Device, nodes: Sequence[NodeView]) -> str:
+    """Why these nodes could not hold the replica even if nothing ran there; empty when they could."""
+    total = sum(node.num_devices for node in nodes)
+    if device == "cpu" or (device == "auto" and not total) or total >= world_size:
+        return ""
+    if not total:
+        return f"no CUDA device on {'this host' if len(nodes) == 1 else 'any host'}; use --device cpu"
+    return f"needs {world_size} CUDA devices and there are {total} in all; lower --tp or --pp, or use --device cpu"
 
 
 def _free_text(nodes: Sequence[NodeView]) -> str:

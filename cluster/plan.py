@@ -69,7 +69,7 @@ def plan_cluster(
             replica_id = f"{config.name}-{index}"
             placed = place_replica(parallel.world_size, parallel.tp_size, device, list(views.values()), {})
             if isinstance(placed, Unplaceable):
-                problems.append(f"{replica_id} has no place: {placed.reason}")
+                problems.append(f"{replica_id} has no place: {placed.text}")
                 break
             for place in placed:
                 views[place.node_id] = _without(views[place.node_id], place.devices)

@@ -267,7 +267,9 @@ class ReplicaLife:
         elif failure.is_permanent or failure.count >= policy.crash_limit:
             retries = policy.retry_s > 0 and not failure.is_permanent
             replica.enter(ReplicaState.FAILED, now, now + policy.retry_s if retries else math.inf)
-            out.append(Announce(f"{replica.replica_id} failed {failure.count} times in a row: {failure.reason}", True))
+            if not failure.is_permanent:  # of that one try, `end` has told
+                text = f"{replica.replica_id} failed {failure.count} times in a row: {failure.reason}"
+                out.append(Announce(text, is_failure=True))
         else:
             delay_s = policy.delay_s(failure.count)
             replica.enter(ReplicaState.BACKOFF, now, now + delay_s)

@@ -333,6 +333,8 @@ class ClusterState:
                 replica.step_expected_s = expected_s
             case Fault(rank=rank, step=step, error=error):
                 reason = f"rank {rank} faulted after step {step}: {error}"
+                if step < 0 and len(replica.ranks) == 1:
+                    reason = error  # it is the start that failed, and the text alone says why
                 faulty = replica.ranks.get(rank, replica.ranks[0]).node_id
                 # The other ranks wait for this one in a collective that nothing but a kill ends.
                 grace_s = FAULT_GRACE_S if len(replica.ranks) == 1 else None
@@ -438,7 +440,9 @@ class ClusterState:
             need = (parallel.world_size, parallel.tp_size, device)
             placed = place_replica(*need, list(views.values()), replica.failure.by_node)
             if isinstance(placed, Unplaceable):
-                no_room[replica.deployment] = replica.note = placed.reason
+                if views and not replica.note.startswith(placed.reason):
+                    out.append(Announce(f"{replica.replica_id} has no place: {placed.reason}", is_failure=True))
+                no_room[replica.deployment] = replica.note = placed.text
                 continue
             replica.incarnation = self.incarnations.given[replica.replica_id] = incarnation
             self._life.start(replica, placed, config, out, now)

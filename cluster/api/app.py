@@ -137,8 +137,12 @@ async def _lifespan(services: Services, own_journal: AnswerJournal | None) -> As
 async def _warm(services: Services, path: str) -> None:
     try:
         await services.tokenizers.get(path)
+    except UserError as error:
+        # Not fatal: /ready names it, and each request tries again. The worker reads the same file and says it too.
+        logger.warning(
+            "the tokenizer at %s could not be loaded: %s", path, error, exc_info=logger.isEnabledFor(logging.DEBUG)
+        )
     except Exception:
-        # Not fatal: /ready names it, and each request tries again.
         logger.exception("the tokenizer at %s could not be loaded", path)
 
 

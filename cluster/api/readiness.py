@@ -56,7 +56,7 @@ class Readiness:
 
     async def _reason(self, model: ServedModel) -> str:
         if not model.ready:
-            return "no replica takes requests"
+            return "no replica takes requests" + (f": {model.note}" if model.note else "")
         now = self._clock()
         interval = self._settings.ready_interval_s
         if now - self._last_token_s.get(model.name, -interval) < interval:

@@ -123,7 +123,7 @@ class StartDisplay:
         if self._was_ready and replica.state == "ready":
             self._line.end()
             self._print(f"  {replica.replica_id} is ready again")
-        elif replica.state in ("backoff", "failed"):
+        elif replica.state in ("backoff", "failed") and (self._was_ready or not replica.is_permanent):
             self._line.end()
             self._print(f"  {replica.replica_id}: {replica.state}: {replica.last_end or replica.note}")
 

@@ -21,6 +21,7 @@ from launcher.cli.registration import Registration
 from launcher.cli.state import StateDir
 from sonar.config import EngineConfig
 from sonar.errors import ConfigError
+from sonar.model_config import load_model_config
 from sonar.model_source import ModelSource, default_cache_dir, resolve_model
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
         return start_detached(args.raw_arguments, state, args.port, args.ready_timeout)
     source = _find_model(engine, environ)
+    load_model_config(source)  # reads headers alone: a bad file is said before anything starts
     return _serve(args, environ, state, engine, source)
 
 

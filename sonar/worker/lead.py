@@ -221,9 +221,12 @@ def _report_fault(spec: LeadSpec, link: Client, loop: LeadLoop | None, error: Ex
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     text = traceback.format_exc()
     let_the_cause_be_told(error)
-    logger.error("incarnation %d is over:\n%s", spec.incarnation, text)
     step = loop.num_steps - 1 if loop is not None else -1
     message = error.message if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    is_mistake = loop is None and isinstance(error, UserError)  # whose sentence says it all
+    logger.error("incarnation %d is over:\n%s", spec.incarnation, message if is_mistake else text)
+    if is_mistake:
+        logger.debug("%s", text)
     link.send(
         Fault(incarnation=spec.incarnation, rank=spec.rank, step=step, error=message[:4000], traceback=text[-16000:])
     )

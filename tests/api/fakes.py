@@ -56,6 +56,7 @@ class FakeGateway:
     num_cached: int = 0
     ready: bool = True
     is_recovering: bool = False
+    note: str = ""
     error_code: str = ""
     probe_result: bool | Exception = True
     max_model_len: int = 2048
@@ -72,7 +73,14 @@ class FakeGateway:
     def models(self) -> list[ServedModel]:
         return [
             ServedModel(
-                name, "/somewhere/fake", self.max_model_len, 1_700_000_000, self.ready, (EOS,), self.is_recovering
+                name,
+                "/somewhere/fake",
+                self.max_model_len,
+                1_700_000_000,
+                self.ready,
+                (EOS,),
+                self.is_recovering,
+                self.note,
             )
             for name in self.names
         ]

@@ -69,6 +69,8 @@ async def test_no_model_or_no_replica_is_not_ready_without_a_probe() -> None:
     gateway.names, gateway.ready = ("a",), False
     readiness.saw_token("a")
     assert await readiness.reasons() == {"a": "no replica takes requests"}
+    gateway.note = "no CUDA device on any host"
+    assert await readiness.reasons() == {"a": "no replica takes requests: no CUDA device on any host"}
     assert gateway.num_probes == 0
 
 

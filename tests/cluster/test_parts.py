@@ -16,7 +16,7 @@ from cluster.events import DeploymentApplied
 from cluster.gateway import GenerateRequest
 from cluster.messages import WorkerRef
 from cluster.metrics import HeadMetrics
-from cluster.placement import NodeView, Unplaceable, place_replica
+from cluster.placement import NodeView, Unplaceable, place_replica, shortfall
 from cluster.routing.least_work import Candidate, choose_replica
 from cluster.security import load_or_create_token, read_token
 from cluster.store.sqlite import SqliteStore
@@ -94,8 +94,25 @@ def test_a_group_that_fits_nowhere_is_spread() -> None:
 
 def test_no_room_says_what_is_free() -> None:
     refusal = place_replica(4, 4, "cuda", [node("a", 1, 8), node("b", 0, 8)], {})
-    assert refusal == Unplaceable("needs 4 accelerators; free of all: a 1/8, b 0/8")
+    assert refusal == Unplaceable("needs 4 CUDA devices, more than are free", "a 1/8, b 0/8")
+    assert refusal.text.endswith("free; free of all: a 1/8, b 0/8")
     assert isinstance(place_replica(1, 1, "auto", [], {}), Unplaceable)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "devices", "words"),
+    [
+        (1, "cuda", [0], "no CUDA device on this host; use --device cpu"),
+        (1, "cuda", [0, 0], "no CUDA device on any host"),
+        (3, "auto", [1, 1], "needs 3 CUDA devices and there are 2 in all"),
+        (2, "cuda", [1, 1], ""),
+        (4, "auto", [0], ""),
+        (4, "cpu", [1], ""),
+    ],
+)
+def test_what_could_never_be_placed_is_told_from_what_waits(ranks, device, devices, words) -> None:
+    reason = shortfall(ranks, device, [node(f"n{i}", 0, count) for i, count in enumerate(devices)])
+    assert words in reason and bool(words) == bool(reason)
 
 
 def test_on_cpus_the_least_loaded_host_is_next_and_failures_come_last() -> None:

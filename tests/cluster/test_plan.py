@@ -35,7 +35,7 @@ def test_what_has_no_place_is_named_once_a_deployment() -> None:
     plan = plan_cluster([deployment(replicas=9, tp=2)], [PlanNode("a", (GIB,) * 4)], {}, NodesConfig())
     assert len(plan.ranks) == 4
     (problem,) = plan.problems
-    assert problem.startswith("m-2 has no place: needs 2 accelerators") and "a 0/4" in problem
+    assert problem.startswith("m-2 has no place: needs 2 CUDA devices") and "a 0/4" in problem
 
 
 @pytest.mark.parametrize(

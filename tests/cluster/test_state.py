@@ -21,8 +21,11 @@ from cluster.events import (
     StopRequested,
     Tick,
 )
+from cluster.head_gateway import served_models
+from cluster.journal import MemoryJournal
 from cluster.messages import KillReplica, Refused, RegisterAgain, Registered, StartFailed, StartWorker, StopWorker
 from cluster.records import NodeState, ReplicaState
+from cluster.requests import RequestTable
 from sonar.config import ParallelConfig
 from sonar.messages import Drained, Draining, Fault, LeadHello, LoadProgress, StepAhead
 from sonar.process import EXIT_USER_ERROR
@@ -39,6 +42,11 @@ def started(world: World | None = None, replicas: int = 1) -> tuple[World, FakeA
     return world, agent
 
 
+class NoLeads:
+    def send_to_lead(self, replica_id, incarnation, message):
+        return False
+
+
 def of_type(commands, kind):
     return [c for c in commands if isinstance(c, kind)]
 
@@ -53,6 +61,20 @@ def test_a_replica_waits_for_a_node_and_says_so() -> None:
     assert "no node is up" in world.state.replicas["m-0"].note
     world.join("a")
     assert world.state.replicas["m-0"].state is ReplicaState.STARTING
+
+
+def test_a_replica_that_no_host_can_hold_says_so_once_and_in_its_note() -> None:
+    world = World()
+    for name in "ab":
+        world.join(name)
+    world.handle(DeploymentApplied(deployment(replicas=2, device="cuda")))
+    world.advance(5)
+    told = [c.text for c in of_type(world.commands, Announce) if "no place" in c.text]
+    assert told == ["m-0 has no place: no CUDA device on any host; use --device cpu"]
+    notes = {replica.note for replica in world.state.replicas.values()}
+    assert notes == {"no CUDA device on any host; use --device cpu; free of all: a 0/0, b 0/0"}
+    table = RequestTable(MemoryJournal(), NoLeads(), lambda: 0.0)
+    assert served_models(world.state, table, 0)[0].note in notes
 
 
 def test_start_to_ready_passes_each_state() -> None:
@@ -116,7 +138,8 @@ def test_a_users_error_is_not_tried_again() -> None:
     world.exit(agent, ref, code=EXIT_USER_ERROR, was_asked=True)
     world.advance(1000)
     replica = world.state.replicas["m-0"]
-    assert replica.state is ReplicaState.FAILED and "no such model" in replica.failure.reason
+    assert replica.state is ReplicaState.FAILED and replica.failure.reason == "no such model"
+    assert len([c for c in of_type(world.commands, Announce) if "no such model" in c.text]) == 1
     assert world.recorded == {"m-0": 1}
 
 

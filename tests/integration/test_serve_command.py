@@ -126,6 +126,13 @@ def test_detached_life(user: User, model: str) -> None:
     assert user.sonar("status").returncode == 3
 
 
+def test_more_devices_than_the_host_has_is_a_mistake_that_ends_the_start(user: User, model: str) -> None:
+    failed = user.sonar("serve", model, "--port", str(user.port), "--device", "cuda", "--tp", "99")
+    assert failed.returncode == 2
+    (line,) = [line for line in failed.stderr.splitlines() if line.startswith("error: ")]
+    assert "CUDA device" in line and "use --device cpu" in line
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything(user: User, model: str, sent: signal.Signals) -> None:
     process = user.serve(model)

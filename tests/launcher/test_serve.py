@@ -85,6 +85,17 @@ def test_a_mistake_is_one_line_and_nothing_starts(
     assert words in line
 
 
+def test_a_damaged_file_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"junk")
+    assert main(["serve", str(bad), "--port", "0"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count(str(bad)) == 1 and "Traceback" not in shown.err
+
+
 def test_a_port_in_use_names_who_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
