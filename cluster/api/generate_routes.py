@@ -29,7 +29,7 @@ from cluster.api.errors import invalid
 from cluster.api.live_answer import Prepared
 from cluster.api.middleware import REQUEST_ID
 from cluster.api.openapi import body_schema
-from cluster.api.prompts import Prompt, too_many_choices
+from cluster.api.prompts import Prompt, check_least, too_many_choices
 from cluster.api.resume import ResumeHeaders, check_number, check_same, digest, resume_headers
 from cluster.api.sampling import (
     SequenceIds,
@@ -253,7 +253,10 @@ class ChatRoute(_Generator[ChatCompletionRequest]):
             prompt_logprobs=body.prompt_logprobs,
         )
         prompt = await self._services.prompts.from_chat(
-            job.tokenizer, body, add_special_tokens=bool(body.add_special_tokens)
+            job.tokenizer,
+            body,
+            partial(check_least, max_model_len=job.model.max_model_len, param="prompt"),
+            add_special_tokens=bool(body.add_special_tokens),
         )
         choices = self._choices(
             job,
@@ -291,6 +294,7 @@ class CompletionRoute(_Generator[CompletionRequest]):
         prompts = await self._services.prompts.from_completion(
             job.tokenizer,
             body.prompt,
+            partial(check_least, max_model_len=job.model.max_model_len, param="prompt"),
             add_special_tokens=body.add_special_tokens is not False,
             with_text=bool(body.echo),
         )

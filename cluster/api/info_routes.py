@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from starlette.responses import Response
 from cluster.api.body import BodyReader
 from cluster.api.errors import invalid
 from cluster.api.openapi import body_schema
-from cluster.api.prompts import checked_ids
+from cluster.api.prompts import check_countable, checked_ids
 from cluster.api.schemas import DetokenizeRequest, TokenizeRequest
 from cluster.api.services import Services
 from cluster.gateway import ServedModel
@@ -94,12 +95,14 @@ def tokenize_router(services: Services) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("send either prompt or messages", param="prompt")
         tokenizer = await services.tokenizer(model)
+        param = "messages" if body.prompt is None else "prompt"
+        check = partial(check_countable, max_model_len=model.max_model_len, param=param)
         if body.prompt is not None:
             special = body.add_special_tokens is not False
-            prompt = await services.prompts.from_text(tokenizer, body.prompt, add_special_tokens=special)
+            prompt = await services.prompts.from_text(tokenizer, body.prompt, check, add_special_tokens=special)
         else:
             special = bool(body.add_special_tokens)
-            prompt = await services.prompts.from_chat(tokenizer, body, add_special_tokens=special)
+            prompt = await services.prompts.from_chat(tokenizer, body, check, add_special_tokens=special)
         ids = prompt.token_ids
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
         if body.return_token_strs:

@@ -25,6 +25,12 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
 
 
+# A text up to this long is tokenized in some 0.1 s even when it cannot fit, so that its error has the exact number.
+EXACT_CHARS = 65_536
+# /tokenize counts longer texts than the model takes, so that a client can see by how much; but not of any length.
+COUNTABLE_CONTEXTS = 8
+
+
 @dataclass(frozen=True)
 class Prompt:
     """text: what was tokenized, or what token ids say when it was asked for."""
@@ -35,6 +41,9 @@ class Prompt:
 
 # The requests that carry a conversation.
 ChatInput = ChatCompletionRequest | TokenizeRequest
+
+# Is given the tokens that a text has at least, before it is tokenized; raises when they are too many.
+SizeCheck = Callable[[int], None]
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -108,7 +117,9 @@ class PromptBuilder:
         self._pool = pool
         self._settings = settings
 
-    async def from_chat(self, tokenizer: Tokenizer, request: ChatInput, *, add_special_tokens: bool = False) -> Prompt:
+    async def from_chat(
+        self, tokenizer: Tokenizer, request: ChatInput, check: SizeCheck, *, add_special_tokens: bool = False
+    ) -> Prompt:
         """Render and tokenize a conversation. add_special_tokens: off, for templates write their own.
 
         Raises:
@@ -139,7 +150,7 @@ class PromptBuilder:
                 chat_template=request.chat_template,
             )
             text = _render_open(render, messages) if continues else render(messages)
-            return Prompt(tokenizer.encode(text, add_special_tokens=add_special_tokens), text)
+            return self._tokenized(tokenizer, text, check, add_special_tokens)
 
         # A template of the client's own may run for long whatever the messages' size.
         is_trusted = request.chat_template is None
@@ -160,16 +171,24 @@ class PromptBuilder:
             variables["reasoning_effort"] = request.reasoning_effort
         return variables
 
-    async def from_text(self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> Prompt:
+    async def from_text(self, tokenizer: Tokenizer, text: str, check: SizeCheck, *, add_special_tokens: bool) -> Prompt:
         """Tokenize a text."""
+        return await self._pool.run(len(text), lambda: self._tokenized(tokenizer, text, check, add_special_tokens))
 
-        def work() -> Prompt:
-            return Prompt(tokenizer.encode(text, add_special_tokens=add_special_tokens), text)
-
-        return await self._pool.run(len(text), work)
+    def _tokenized(self, tokenizer: Tokenizer, text: str, check: SizeCheck, add_special_tokens: bool) -> Prompt:
+        """Tokenize a text, unless it is long and cannot pass: megabytes would keep a thread for a minute."""
+        if len(text) > EXACT_CHARS:
+            check(tokenizer.length_bound.least(text))
+        return Prompt(tokenizer.encode(text, add_special_tokens=add_special_tokens), text)
 
     async def from_completion(
-        self, tokenizer: Tokenizer, prompt: str | list[Any], *, add_special_tokens: bool, with_text: bool
+        self,
+        tokenizer: Tokenizer,
+        prompt: str | list[Any],
+        check: SizeCheck,
+        *,
+        add_special_tokens: bool,
+        with_text: bool,
     ) -> list[Prompt]:
         """The prompts of a completion request: a text, texts, token ids, or lists of token ids.
 
@@ -194,7 +213,7 @@ class PromptBuilder:
 
         def made(item: Any) -> Prompt:
             if isinstance(item, str):
-                return Prompt(tokenizer.encode(item, add_special_tokens=add_special_tokens), item)
+                return self._tokenized(tokenizer, item, check, add_special_tokens)
             return Prompt(item, tokenizer.decode(item, skip_special_tokens=False) if with_text else None)
 
         return await self._pool.run(sum(map(len, items)), lambda: [made(item) for item in items])
@@ -214,13 +233,36 @@ def check_length(prompt: Prompt, max_model_len: int, param: str) -> None:
     if size == 0:
         raise invalid(f"{param} has no tokens; send some text", param=param)
     if size >= max_model_len:
+        raise _too_long(f"{size} tokens", max_model_len, param)
+
+
+def check_least(least: int, max_model_len: int, param: str) -> None:
+    """Raise a 400 when a prompt of so many tokens or more leaves no room for one."""
+    if least >= max_model_len:
+        raise _too_long(f"at least {least} tokens", max_model_len, param)
+
+
+def check_countable(least: int, max_model_len: int, param: str) -> None:
+    """Raise a 400 when a text that is only tokenized has so many tokens that this would take long."""
+    most = COUNTABLE_CONTEXTS * max_model_len
+    if least > most:
         raise ApiError(
             400,
-            f"the prompt has {size} tokens, but the model's context of {max_model_len} tokens must hold the prompt and "
-            f"at least one output token; shorten the prompt to {max_model_len - 1} tokens or fewer",
+            f"{param} has at least {least} tokens; /tokenize takes {most} at most ({COUNTABLE_CONTEXTS} times the "
+            "model's context): send it in parts",
             param=param,
             code="context_length_exceeded",
         )
+
+
+def _too_long(size: str, max_model_len: int, param: str) -> ApiError:
+    return ApiError(
+        400,
+        f"the prompt has {size}, but the model's context of {max_model_len} tokens must hold the prompt and "
+        f"at least one output token; shorten the prompt to {max_model_len - 1} tokens or fewer",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def too_many_choices(count: int, limit: int, param: str) -> ApiError:

@@ -53,7 +53,7 @@ class TokenizerPool:
             return tokenizer
         loading = self._loading.get(path)
         if loading is None:
-            loading = asyncio.get_running_loop().run_in_executor(self._threads, self._load, path)
+            loading = asyncio.get_running_loop().run_in_executor(self._threads, self._load_whole, path)
             self._loading[path] = loading
         try:
             # Shielded: one caller that gives up must not take the load away from the others.
@@ -62,6 +62,12 @@ class TokenizerPool:
             if loading.done():
                 self._loading.pop(path, None)
         self._loaded[path] = tokenizer
+        return tokenizer
+
+    def _load_whole(self, path: str) -> Tokenizer:
+        """Loads with what is made at first use, which would take its time on the event loop."""
+        tokenizer = self._load(path)
+        _ = tokenizer.length_bound
         return tokenizer
 
     async def run(self, num_chars: int, work: Callable[[], R]) -> R:

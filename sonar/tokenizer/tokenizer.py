@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import tokenizers
 
 from sonar.errors import UserError
 from sonar.tokenizer.chat_template import ChatTemplates
+from sonar.tokenizer.length_bound import LengthBound
 from sonar.tokenizer.token_bytes import read_decoder
 
 
@@ -75,6 +77,11 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         """Id of the token that the tokenizer's files call the end; the engine ends at `ModelConfig.eos_token_ids`."""
         return self._named_id("eos_token")
+
+    @cached_property
+    def length_bound(self) -> LengthBound:
+        """How many tokens a text has at least. The first use reads the whole vocabulary: up to a second."""
+        return LengthBound(self.core, self._decoder.convert)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens spelled out in it become their ids.

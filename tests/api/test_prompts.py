@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from cluster.api.errors import ApiError
-from cluster.api.prompts import Prompt, PromptBuilder, check_length, normalize_messages
+from cluster.api.prompts import (
+    Prompt,
+    PromptBuilder,
+    check_countable,
+    check_least,
+    check_length,
+    normalize_messages,
+)
 from cluster.api.schemas import ChatCompletionRequest
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizers import TokenizerPool
@@ -16,6 +24,9 @@ from tests.api.fakes import BOS, byte_tokenizer
 TOKENIZER = byte_tokenizer()
 SETTINGS = ApiSettings(max_choices=4, trust_request_chat_template=True)
 BUILDER = PromptBuilder(TokenizerPool(lambda path: TOKENIZER, SETTINGS), SETTINGS)
+
+
+FITS = partial(check_least, max_model_len=5000, param="prompt")
 
 
 def text_part(text: Any) -> dict[str, Any]:
@@ -63,7 +74,7 @@ def test_bad_messages_are_named(messages: list[dict[str, Any]], param: str) -> N
 
 async def chat(**fields: Any) -> str:
     messages = fields.pop("messages", [{"role": "user", "content": "hi"}])
-    prompt = await BUILDER.from_chat(TOKENIZER, ChatCompletionRequest(model="m", messages=messages, **fields))
+    prompt = await BUILDER.from_chat(TOKENIZER, ChatCompletionRequest(model="m", messages=messages, **fields), FITS)
     assert prompt.text is not None
     assert prompt.token_ids == TOKENIZER.encode(prompt.text, add_special_tokens=False)
     return prompt.text
@@ -107,12 +118,12 @@ async def test_a_request_brings_no_template_unless_trusted() -> None:
     builder = PromptBuilder(TokenizerPool(lambda path: TOKENIZER, settings), settings)
     body = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "hi"}], chat_template="T")
     with pytest.raises(ApiError, match="trust_request_chat_template"):
-        await builder.from_chat(TOKENIZER, body)
+        await builder.from_chat(TOKENIZER, body, FITS)
 
 
 async def completion(prompt: Any, **options: bool) -> list[Prompt]:
     return await BUILDER.from_completion(
-        TOKENIZER, prompt, **{"add_special_tokens": False, "with_text": False, **options}
+        TOKENIZER, prompt, FITS, **{"add_special_tokens": False, "with_text": False, **options}
     )
 
 
@@ -149,3 +160,38 @@ def test_a_prompt_must_leave_room_for_a_token(size: int, fits: bool) -> None:
         assert caught.value.code == "context_length_exceeded"
         assert str(size) in caught.value.message
         assert "10 tokens" in caught.value.message
+
+
+@pytest.fixture
+def no_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(*args: object, **options: object) -> list[int]:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(TOKENIZER, "encode", encode)
+
+
+@pytest.mark.usefixtures("no_encoding")
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
+    text = "7" * 100_000
+    calls = [
+        chat(messages=[{"role": "user", "content": text}]),
+        completion(text),
+        completion([text]),
+        BUILDER.from_text(TOKENIZER, text, FITS, add_special_tokens=True),
+    ]
+    for call in calls:
+        with pytest.raises(ApiError, match="has at least") as caught:
+            await call
+        assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+
+
+async def test_a_long_text_that_may_fit_is_tokenized() -> None:
+    assert len((await completion("7" * 4999))[0].token_ids) == 4999
+    assert len((await completion(["7" * 4999] * 3))[2].token_ids) == 4999
+
+
+async def test_tokenize_counts_some_contexts_and_no_more() -> None:
+    check_countable(80, 10, "prompt")
+    with pytest.raises(ApiError, match="at least 81 tokens; /tokenize takes 80 at most") as caught:
+        check_countable(81, 10, "prompt")
+    assert caught.value.code == "context_length_exceeded"
