@@ -139,6 +139,7 @@ class ReplicaLife:
         replica.enter(ReplicaState.READY, now)
         out.append(OpenRoute(replica.replica_id, replica.incarnation, replica.deployment, ready))
         out.append(Announce(f"{_title(replica)} is ready, loaded in {seconds:.1f} s", is_failure=False))
+        out.extend(Announce(f"{replica.replica_id}: {notice}", is_failure=True) for notice in ready.notices)
 
     def drain(self, replica: ReplicaRecord, out: list[Command], now: float, *, ask_lead: bool) -> None:
         """READY -> DRAINING."""

@@ -150,7 +150,7 @@ class SchedulerConfig:
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("max_num_requests", 1), ("max_step_tokens", 0), ("max_waiting", 1)):
+        for name, least in (("max_num_requests", 1), ("max_step_tokens", 0), ("max_waiting", 1), ("max_model_len", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)}; must be at least {least}", param=name)
         if 0 < self.max_step_tokens < self.max_num_requests:
@@ -227,3 +227,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        if self.threads < 0:
+            raise ConfigError(f"threads={self.threads} is negative; 0 means as many as there are CPUs", param="threads")

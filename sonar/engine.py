@@ -171,6 +171,11 @@ class BuiltEngine:
         """Prompt + output tokens of a request."""
         return self.config.scheduler.max_model_len
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What of the settings the owner of the server has to be told."""
+        return tuple(row.warning for row in self.settings if row.warning)
+
 
 def build_engine(
     config: EngineConfig,

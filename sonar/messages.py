@@ -101,7 +101,7 @@ class LoadProgress(_Message, frozen=True, kw_only=True):
 
 
 class LeadReady(_Message, frozen=True, kw_only=True):
-    """Lead -> head: the engine takes requests. Figures are of one replica."""
+    """Lead -> head: the engine takes requests. Figures are of one replica. notices: what its owner has to be told."""
 
     incarnation: int
     replica_id: str
@@ -111,6 +111,7 @@ class LeadReady(_Message, frozen=True, kw_only=True):
     max_num_requests: int
     weights_bytes: int
     ops_backend: str
+    notices: tuple[str, ...] = ()
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):

@@ -141,6 +141,7 @@ class FakeBuilt:
     max_model_len: int = 4096
     weights_bytes: int = 1
     ops_backend: str = "fake"
+    notices: tuple[str, ...] = ()
 
 
 @dataclass

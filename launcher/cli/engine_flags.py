@@ -24,6 +24,8 @@ def parse_size(text: str) -> int:
         argparse.ArgumentTypeError: it is no size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if text.strip().startswith("-"):
+        raise argparse.ArgumentTypeError(f"{text!r} is negative; write e.g. 4GiB, or 0 to leave it to the server")
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes or e.g. 512MiB, 4GiB")
     return int(float(match[1]) * SIZE_UNITS[match[2]])
@@ -86,7 +88,11 @@ FLAGS = (
     EngineFlag("--max-step-tokens", "scheduler", "max_step_tokens", int, "token budget of a step; 0: by device"),
     EngineFlag("--max-waiting", "scheduler", "max_waiting", int, "requests held waiting; one more is refused"),
     EngineFlag(
-        "--max-model-len", "scheduler", "max_model_len", int, "prompt + output tokens; 0: the model's own limit"
+        "--max-model-len",
+        "scheduler",
+        "max_model_len",
+        int,
+        "prompt + output tokens, at most the model's own limit; 0: that",
     ),
     EngineFlag("--no-overlap", "scheduler", "overlap", bool, "schedule a step only after the last one has ended"),
 )

@@ -41,10 +41,10 @@ def plan_blocks(
     needed = _total(least, block_bytes)
     if needed > memory_bytes:
         fits = longest_that_fits(memory_bytes, groups, token_bytes, block_size, max_model_len, max_step_tokens)
-        remedy = f"lower max_model_len to {fits} or less, or raise" if fits else "raise"
+        remedy = f"lower --max-model-len to {fits} or less, or raise" if fits else "raise"
         raise CapacityError(
             f"the KV cache needs {needed} bytes for one request of max_model_len={max_model_len} tokens and there are "
-            f"{memory_bytes}; {remedy} memory_bytes or memory_share",
+            f"{memory_bytes}; {remedy} --kv-cache-memory (memory_bytes) or --memory-share (memory_share)",
             param="memory_bytes",
         )
     typical = min(max_model_len, max([_TYPICAL_TOKENS, *(2 * group.window for group in groups)]))

@@ -85,6 +85,11 @@ class Built(Protocol):
         """Name of the op table."""
         ...
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Sentences that the owner of the server has to be told."""
+        ...
+
 
 class EngineBuilder(Protocol):
     """Builds an engine; raises `UserError` for what the same start would meet again."""
@@ -213,6 +218,7 @@ def _ready_message(spec: LeadSpec, built: Built) -> LeadReady:
         max_num_requests=built.config.scheduler.max_num_requests,
         weights_bytes=built.weights_bytes,
         ops_backend=built.ops_backend,
+        notices=built.notices,
     )
 
 

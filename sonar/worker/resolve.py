@@ -23,6 +23,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # On a CPU the cache shares the memory with everything else that runs there: more than this only when it is asked for.
 CPU_CACHE_CAP_BYTES = 4 << 30
 _BF16_CAPABILITY = (8, 0)
+# A context that nobody chose is not lowered below this (or the model's own): such a server would refuse most prompts.
+LEAST_CONTEXT = 512
+# More threads than that only get into each other's way, and far more end the process.
+THREADS_PER_CPU = 4
+LEAST_MAX_THREADS = 64
 # A step is the least time between two tokens of a stream. 2 CPU cores compute some 600 prompt tokens of a 135M model a
 # second: with 2048 a step, a long prompt stopped every other stream for seconds.
 AUTO_STEP_TOKENS = {"cpu": 256, "cuda": 2048}
@@ -68,11 +73,12 @@ def as_they_are(needs: CacheNeeds) -> CacheNeeds:
 
 
 class SettingRow(NamedTuple):
-    """One line of the start-up table."""
+    """One line of the start-up table. warning: what the user has to be told of it, if anything."""
 
     name: str
     value: str
     reason: str
+    warning: str = ""
 
 
 class Resolved(NamedTuple):
@@ -102,12 +108,12 @@ def resolve_config(config: EngineConfig, model: ModelConfig, machine: Machine) -
     """Settles everything but the cache's memory.
 
     Raises:
-        ConfigError: the device is not there, or a setting this version cannot serve.
+        ConfigError: the device is not there, too many threads, or more context than the model has.
     """
     device, device_reason = _resolve_device(config.device, machine)
     dtype, dtype_reason = _resolve_dtype(config.dtype, device, model, machine)
     cache_dtype = dtype if config.cache.dtype == "auto" else config.cache.dtype
-    threads = config.threads or machine.num_cpus
+    threads = _resolve_threads(config.threads, machine)
     activations, activations_reason = _resolve_activations(config.activations, device)
     max_model_len, length_reason = _resolve_length(config.scheduler.max_model_len, model)
     step_tokens, step_reason = _resolve_step_tokens(config.scheduler, device)
@@ -155,7 +161,8 @@ def resolve_cache(
         the configuration and the blocks of each group.
 
     Raises:
-        CapacityError: not even one request fits; says what is needed and what there is.
+        CapacityError: not even one request of the given length, or of LEAST_CONTEXT, fits; says what is needed and what
+            there is.
     """
     cache, limits = config.cache, config.scheduler
     budget, reason = cache.memory_bytes, "as given"
@@ -165,11 +172,15 @@ def resolve_cache(
     planned = [replace(group, layers=tuple(range(count))) for group, count in zip(groups, agreed.num_layers)]
     sizes = (agreed.budget, planned, agreed.token_bytes, cache.block_size, limits.max_model_len, limits.max_step_tokens)
     rows = []
-    if not is_length_given:
-        fits = longest_that_fits(*sizes)
-        if 0 < fits < limits.max_model_len:
-            limits = replace(limits, max_model_len=fits)
-            rows.append(SettingRow("max_model_len", str(fits), "the longest request that the KV cache holds"))
+    if not is_length_given and (fits := longest_that_fits(*sizes)) < limits.max_model_len:
+        # Below the least, planning finds that it does not fit, and says what would.
+        length = max(fits, min(LEAST_CONTEXT, limits.max_model_len))
+        warning = (
+            f"context lowered from {limits.max_model_len} to {length} tokens: the KV cache of "
+            f"{agreed.budget / 2**20:.0f} MiB holds no more; raise --kv-cache-memory or --memory-share"
+        )
+        limits = replace(limits, max_model_len=length)
+        rows.append(SettingRow("max_model_len", str(length), "the longest request that the KV cache holds", warning))
     num_blocks = plan_blocks(
         agreed.budget, planned, agreed.token_bytes, cache.block_size, limits.max_model_len, limits.max_step_tokens
     )
@@ -186,6 +197,16 @@ def _resolve_step_tokens(limits: SchedulerConfig, device: str) -> tuple[int, str
     if limits.max_step_tokens:
         return limits.max_step_tokens, "as given"
     return max(AUTO_STEP_TOKENS[device], limits.max_num_requests), f"auto for {device}"
+
+
+def _resolve_threads(asked: int, machine: Machine) -> int:
+    most = max(LEAST_MAX_THREADS, THREADS_PER_CPU * machine.num_cpus)
+    if asked > most:
+        raise ConfigError(
+            f"--threads {asked} on {machine.num_cpus} CPUs; choose at most {most}, or 0 for as many as there are CPUs",
+            param="threads",
+        )
+    return asked or machine.num_cpus
 
 
 def _resolve_device(asked: Device, machine: Machine) -> tuple[Device, str]:
@@ -223,7 +244,11 @@ def _resolve_length(asked: int, model: ModelConfig) -> tuple[int, str]:
     if not asked:
         return model.max_position, "the model's own limit"
     if asked > model.max_position:
-        return model.max_position, f"the model's own limit; {asked} was asked for"
+        raise ConfigError(
+            f"max_model_len={asked} is above the model's own limit of {model.max_position} tokens; "
+            "lower --max-model-len, or leave it at 0, which is that limit",
+            param="max_model_len",
+        )
     return asked, "as given"
 
 
@@ -236,5 +261,5 @@ def _memory_budget(config: EngineConfig, use: MemoryUse, machine: Machine) -> tu
         f"and activations {use.activations / 2**20:.0f} MiB"
     )
     if config.device == "cpu" and budget > CPU_CACHE_CAP_BYTES:
-        return CPU_CACHE_CAP_BYTES, f"cap on a CPU; memory_bytes sets it (there would be {budget / 2**30:.1f} GiB)"
+        return CPU_CACHE_CAP_BYTES, f"cap on a CPU; --kv-cache-memory sets it (there would be {budget / 2**30:.1f} GiB)"
     return budget, reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +30,7 @@ from cluster.requests import RequestTable
 from sonar.config import ParallelConfig
 from sonar.messages import Drained, Draining, Fault, LeadHello, LoadProgress, StepAhead
 from sonar.process import EXIT_USER_ERROR
-from tests.cluster.world import FakeAgent, World, deployment, lead_stats
+from tests.cluster.world import FakeAgent, World, deployment, lead_ready, lead_stats
 
 
 def started(world: World | None = None, replicas: int = 1) -> tuple[World, FakeAgent]:
@@ -123,6 +124,18 @@ def test_crash_loop_backs_off_then_fails_with_the_log_and_is_retried_later() -> 
     world.advance(100)
     world.settle(1)
     assert replica.state is ReplicaState.READY
+
+
+def test_what_an_engine_has_to_tell_is_announced_as_a_warning() -> None:
+    world = World()
+    agent = world.join("a")
+    world.handle(DeploymentApplied(deployment()))
+    while agent.inbox:
+        world.deliver(agent)
+    (ref,) = agent.workers
+    notice = "context lowered from 8192 to 600 tokens"
+    world.lead_says(ref, msgspec.structs.replace(lead_ready(ref), notices=(notice,)))
+    assert Announce(f"m-0: {notice}", is_failure=True) in world.commands
 
 
 def test_a_users_error_is_not_tried_again() -> None:

@@ -68,10 +68,10 @@ def test_too_little_memory_says_what_is_needed_there_and_possible() -> None:
         plan_blocks(needed - 1, [group], 2, 8, 64, 16)
     text = str(caught.value)
     assert f"needs {needed} bytes" in text and f"there are {needed - 1}" in text and "max_model_len=64" in text
-    fits = re.search(r"lower max_model_len to (\d+)", text)
+    fits = re.search(r"lower --max-model-len to (\d+)", text)
     assert fits is not None and int(fits[1]) == 56
     assert plan_blocks(needed - 1, [group], 2, 8, int(fits[1]), 16) == (7,)
-    with pytest.raises(CapacityError, match="; raise memory_bytes"):
+    with pytest.raises(CapacityError, match="; raise --kv-cache-memory"):
         plan_blocks(31, [group], 2, 8, 64, 16)
 
 

@@ -52,6 +52,8 @@ def test_values_reach_their_fields() -> None:
         (("--block-size", "17"), "block_size=17"),
         (("--memory-share", "2"), "memory_share=2.0"),
         (("--max-step-tokens", "4"), "max_step_tokens=4"),
+        (("--threads", "-1"), "threads=-1 is negative"),
+        (("--max-model-len", "-5"), "max_model_len=-5"),
     ],
 )
 def test_bad_values_are_refused_by_name(arguments: tuple[str, ...], words: str) -> None:
@@ -71,6 +73,11 @@ def test_sizes(text: str, size_bytes: int) -> None:
 def test_no_sizes(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         parse_size(text)
+
+
+def test_a_negative_size_is_called_that() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="'-4GiB' is negative"):
+        parse_size("-4GiB")
 
 
 def test_a_port_in_use_is_named_with_the_remedy() -> None:

@@ -68,7 +68,7 @@ def test_a_context_that_does_not_fit_is_refused_before_anything_is_allocated(fol
         cache=CacheConfig(memory_bytes=1 << 18),
         scheduler=SchedulerConfig(max_num_requests=4, max_step_tokens=64, max_model_len=512),
     )
-    with pytest.raises(CapacityError, match=r"max_model_len=512 tokens and there are 262144; lower max_model_len to"):
+    with pytest.raises(CapacityError, match=r"max_model_len=512 tokens and there are 262144; lower --max-model-len to"):
         load_runner(config, machine=MACHINE)
 
 

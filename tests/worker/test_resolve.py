@@ -58,13 +58,12 @@ def test_device_and_dtype(machine, model, asked, expected):
     assert all(row.reason for row in rows)
 
 
-@pytest.mark.parametrize(("asked", "expected"), [(0, 8192), (100, 100), (9000, 8192)])
+@pytest.mark.parametrize(("asked", "expected"), [(0, 8192), (100, 100), (8192, 8192)])
 def test_the_context_is_at_most_the_models(asked, expected):
     config = EngineConfig(model="m", scheduler=SchedulerConfig(max_model_len=asked))
     resolved, rows = resolve_config(config, make_model(), CPU)
     assert resolved.scheduler.max_model_len == expected
-    reason = {row.name: row.reason for row in rows}["max_model_len"]
-    assert ("9000 was asked for" in reason) == (asked == 9000)
+    assert not any(row.warning for row in rows)
 
 
 def test_threads_and_cache_dtype_as_given_or_found():
@@ -79,6 +78,11 @@ def test_threads_and_cache_dtype_as_given_or_found():
     ("config", "message"),
     [
         (EngineConfig(model="m", device="cuda"), "no CUDA device; use device='cpu'"),
+        (EngineConfig(model="m", threads=100_000), "--threads 100000 on 6 CPUs; choose at most 64"),
+        (
+            EngineConfig(model="m", scheduler=SchedulerConfig(max_model_len=9000)),
+            "limit of 8192 tokens.*--max-model-len",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(config, message):
@@ -103,7 +107,7 @@ def cache_of(config, machine, model=None, use=USE):
         machine,
         is_length_given=config.scheduler.max_model_len > 0,
     )
-    return resolved, {row.name: (row.value, row.reason) for row in rows}, num_blocks
+    return resolved, {row.name: (row.value, row.reason, row.warning) for row in rows}, num_blocks
 
 
 def test_on_a_cpu_the_cache_is_a_share_with_a_cap():
@@ -137,8 +141,24 @@ def test_a_context_of_our_own_choice_is_lowered_to_what_fits():
     resolved, rows, num_blocks = cache_of(config, CPU)
     fits = (1 << 20) // (2 * TOKEN_BYTES)
     assert resolved.scheduler.max_model_len == fits
-    assert rows["max_model_len"][1] == "the longest request that the KV cache holds"
+    value, reason, warning = rows["max_model_len"]
+    assert (value, reason) == (str(fits), "the longest request that the KV cache holds")
+    assert f"from 8192 to {fits} tokens: the KV cache of 1 MiB" in warning and "raise --kv-cache-memory" in warning
     assert num_blocks[0] * 16 == fits
+
+
+def test_a_context_is_not_lowered_below_use():
+    config = EngineConfig(model="m", cache=CacheConfig(memory_bytes=200_000))
+    with pytest.raises(
+        CapacityError, match=r"needs 262144 bytes .*=512 tokens .* are 200000; lower --max-model-len to 384"
+    ):
+        cache_of(config, CPU)
+    resolved, rows, _ = cache_of(config, CPU, make_model(max_position=128))
+    assert resolved.scheduler.max_model_len == 128 and "max_model_len" not in rows
+    asked = EngineConfig(
+        model="m", cache=CacheConfig(memory_bytes=200_000), scheduler=SchedulerConfig(max_model_len=384)
+    )
+    assert cache_of(asked, CPU)[0].scheduler.max_model_len == 384
 
 
 def test_a_given_context_that_does_not_fit_is_refused_with_the_figures():
