@@ -258,7 +258,7 @@ def check_countable(least: int, max_model_len: int, param: str) -> None:
 def _too_long(size: str, max_model_len: int, param: str) -> ApiError:
     return ApiError(
         400,
-        f"the prompt has {size}, but the model's context of {max_model_len} tokens must hold the prompt and "
+        f"the prompt has {size}, but this server's context of {max_model_len} tokens must hold the prompt and "
         f"at least one output token; shorten the prompt to {max_model_len - 1} tokens or fewer",
         param=param,
         code="context_length_exceeded",
