@@ -147,7 +147,7 @@ struct PanelTask {
   void* scratch;      // kPanelScratchBytes, aligned to 64
 };
 
-// Scratch: running sums [row][panels side by side][16 lanes] first, then the unpacked weights.
+// Scratch: running sums of two panels first, then the unpacked weights.
 constexpr int kMaxBlockRows = 128;
 constexpr size_t kSumBytes = kMaxBlockRows * 2 * kLanes * sizeof(float);
 constexpr size_t kPanelScratchBytes = kSumBytes + 40 * 1024;

@@ -43,13 +43,20 @@ struct Activations {
   float* tiled = nullptr;  // where floats.x is to be written, or null where x serves as it is
 };
 
+// A tile's rows in memory: as many as some register tile has.
+int tile_rows(int num_rows) {
+  int rows = 1;
+  while (rows < num_rows && rows < kTileRows) rows *= 2;
+  return rows;
+}
+
 // The buffers that a call of this shape needs; called first to count, then to place them.
 Activations carve(Carver& carver, const LinearPlan& plan, int num_rows, bool is_normed) {
   bool any_int8 = false, any_float = false;
   for (const LinearPart& part : plan.parts) (part.int8 ? any_int8 : any_float) = true;
   Activations in;
   if (any_int8) {
-    const int rows = std::min(num_rows, kTileRows), num_blocks = plan.k / kBlock;
+    const int rows = tile_rows(num_rows), num_blocks = plan.k / kBlock;
     const size_t blocks = round_up(num_rows, rows) * num_blocks;
     in.quantized.q = carver.take<int8_t>(blocks * kBlock);
     in.quantized.scale = carver.take<float>(blocks);
@@ -80,6 +87,22 @@ void fill_row(const Activations& in, const float* x, int row, int k, const Linea
   for (int i = 0; i < k; ++i) out[static_cast<size_t>(i) * rows] = x[i];
 }
 
+// Zeros in the rows of a lone tile that no input fills: the kernels compute them along.
+void clear_rows(const QuantizedRows& tile, int first) {
+  for (int b = 0; b < tile.num_blocks; ++b) {
+    for (int row = first; row < tile.rows; ++row) {
+      const int at = b * tile.rows + row;
+      std::fill_n(tile.q + static_cast<int64_t>(at) * kBlock, kBlock, int8_t{0});
+      tile.scale[at] = tile.scaled_sum[at] = 0.0f;
+      tile.negative_sum[at] = 0;
+      for (int half = 0; half < 2; ++half) {
+        tile.scaled_sum16[(2 * b + half) * tile.rows + row] = 0.0f;
+        tile.negative_sum16[(2 * b + half) * tile.rows + row] = 0;
+      }
+    }
+  }
+}
+
 // Normalizes, quantizes and tiles the rows as asked and as the parts need them, in the calling thread's scratch memory.
 Activations prepare(const LinearPlan& plan, const float* x, int64_t x_stride, int num_rows,
                     const LinearExtras& extras) {
@@ -93,6 +116,7 @@ Activations prepare(const LinearPlan& plan, const float* x, int64_t x_stride, in
     const int end = std::min(num_rows, (chunk + 1) * per_chunk);
     for (int row = chunk * per_chunk; row < end; ++row) fill_row(in, x + row * x_stride, row, plan.k, extras);
   });
+  if (in.quantized.q && num_rows < in.quantized.rows) clear_rows(in.quantized, num_rows);
   return in;
 }
 
@@ -113,7 +137,7 @@ int panels_per_chunk(const LinearPart& part, int k, const PartChunks& c) {
   const int64_t work = static_cast<int64_t>(kLanes) * k * c.block_rows;
   const int64_t bytes = static_cast<int64_t>(packed_panel_bytes(part.type, k));
   const int64_t worthwhile = c.block_rows > kFewRows ? kChunkWork / work : kChunkBytes / bytes;
-  // Some chunks a thread, so that all end together; whole register tiles of the float kernels.
+  // Some chunks a thread, so that all end together; as many panels as the kernels take together.
   const int64_t fair = static_cast<int64_t>(c.num_panels) * c.num_blocks / (4 * num_threads());
   const int tile = part.int8 ? 1 : c.block_rows > kFewRows ? 2 : 4;
   const int64_t group = std::max<int64_t>(std::min(worthwhile, fair) / tile, 1) * tile;

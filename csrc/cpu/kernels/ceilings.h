@@ -3,7 +3,7 @@
 
 // Twelve independent chains of fused multiply-adds. Returns floating-point operations done.
 static double float_ceiling(int64_t rounds) {
-  constexpr int chains = 12 / kSlices;
+  constexpr int chains = kGemmRows * kGemmPanels < 12 ? kGemmRows * kGemmPanels : 12;
   F sum[chains];
   for (int c = 0; c < chains; ++c) sum[c] = set1(static_cast<float>(c));
   const F x = set1(0.999f), y = set1(0.001f);
@@ -18,20 +18,28 @@ static double float_ceiling(int64_t rounds) {
   return static_cast<double>(rounds) * chains * kLanes * 2;
 }
 
-// Integer dot products of 4-bit weights as the tile does them, out of registers. Returns multiplications + additions.
+// Integer dot products of 4-bit weights as the tile does them, out of the first-level cache. Returns multiplications +
+// additions.
 static double dot_ceiling(int64_t rounds) {
-  constexpr int chains = 8;
+  constexpr int chains = kDotRows < 8 ? kDotRows : 8;
   alignas(64) uint8_t bytes[64 * 8];
-  int8_t x[32];
+  int8_t x[32 * chains];
   for (int i = 0; i < 64 * 8; ++i) bytes[i] = static_cast<uint8_t>(i & 15);
-  for (int i = 0; i < 32; ++i) x[i] = static_cast<int8_t>(i - 16);
-  SliceI w[8], sum[chains];
-  for (int g = 0; g < 8; ++g) w[g] = slice_bytes(bytes + 64 * g);
+  for (int i = 0; i < 32 * chains; ++i) x[i] = static_cast<int8_t>(i % 100);
+  SliceI sum[chains];
   for (int c = 0; c < chains; ++c) sum[c] = slice_iset1(c);
+#if !SONAR_ROWS_TOGETHER
+  SliceI w[8];
+  for (int g = 0; g < 8; ++g) w[g] = slice_bytes(bytes + 64 * g);
+#endif
   for (int64_t i = 0; i < rounds; ++i) {
     x[i & 31] = static_cast<int8_t>(i & 63);
+#if SONAR_ROWS_TOGETHER
+    rows_dot<4, 8, chains>(sum, bytes, x);
+#else
 #pragma GCC unroll 8
-    for (int c = 0; c < chains; ++c) sum[c] = slice_dot<4, 8>(sum[c], w, x);
+    for (int c = 0; c < chains; ++c) sum[c] = slice_dot<4, 8>(sum[c], w, x + 32 * c);
+#endif
   }
   volatile float keep = 0.0f;
   for (int c = 0; c < chains; ++c) {

@@ -17,6 +17,18 @@ struct PanelColumns {
   int end;
 };
 
+// Column 4 g + j of a block: quant j of group g, as the formats define its value.
+template <int TYPE>
+SIMD F widen(const I w[8], int g, int j, const F scales[2], const F addends[2]) {
+  constexpr TypeInfo info = type_info(TYPE);
+  constexpr int groups_per_scale = info.sub_block / 4;
+  const I word = info.bits == 8 ? bit_xor(w[g], iset1(static_cast<int32_t>(0x80808080u))) : w[g];
+  const F quant = to_float(bit_and(shift_right(word, 8 * j), iset1(255)));
+  const F scale = scales[g / groups_per_scale];
+  if constexpr (info.has_min) return fma(quant, scale, addends[g / groups_per_scale]);
+  return mul(sub(quant, set1(static_cast<float>(1 << info.offset_bits))), scale);
+}
+
 // Widens them to float32 [column][16], and asks for the lines of what will be widened next (see prefetch_block).
 template <int TYPE>
 SIMD void unpack_for_float(const PanelColumns& now, const PanelColumns& next, int k, float* out) {
@@ -35,27 +47,14 @@ SIMD void unpack_for_float(const PanelColumns& now, const PanelColumns& next, in
   } else {
     const uint8_t *planes = now.panel + meta_bytes_per_panel(TYPE, k),
                   *ahead = next.panel + meta_bytes_per_panel(TYPE, k);
-    constexpr int groups_per_scale = info.sub_block / 4;
     for (int b = now.begin / kBlock; b < now.end / kBlock; ++b) {
       prefetch_block<TYPE>(next.panel, ahead, (next.begin - now.begin) / kBlock + b);
       I w[8];
       block_quants<TYPE>(planes, b, w);
       F scales[2], addends[2];
       block_scales<TYPE>(now.panel, b, scales, addends);
-      for (int g = 0; g < 8; ++g) {
-        if constexpr (info.bits == 8) w[g] = bit_xor(w[g], iset1(static_cast<int32_t>(0x80808080u)));
-        const F scale = scales[g / groups_per_scale], addend = addends[g / groups_per_scale];
-        for (int j = 0; j < 4; ++j) {
-          const F quant = to_float(bit_and(shift_right(w[g], 8 * j), iset1(255)));
-          F value;
-          if constexpr (info.has_min) {
-            value = fma(quant, scale, addend);
-          } else {
-            value = mul(sub(quant, set1(static_cast<float>(1 << info.offset_bits))), scale);
-          }
-          store(out + (4 * g + j) * kLanes, value);
-        }
-      }
+      for (int g = 0; g < 8; ++g)
+        for (int j = 0; j < 4; ++j) store(out + (4 * g + j) * kLanes, widen<TYPE>(w, g, j, scales, addends));
       out += kBlock * kLanes;
     }
   }
@@ -144,8 +143,41 @@ static void float_panel_groups(const PanelTask& task, const FloatRows& rows, int
   }
 }
 
+// One row times quantized panels, straight from the packed bits. P panels side by side: P chains of sums.
+template <int TYPE, int P>
+static void float_one_row(const PanelTask& task, const float* x, int panel) {
+  const size_t planes_at = meta_bytes_per_panel(TYPE, task.k);
+  const uint8_t* meta = task.panels + panel * task.panel_stride;
+  F sum[P];
+  for (int p = 0; p < P; ++p) sum[p] = zero();
+  for (int b = 0; b < task.k / kBlock; ++b, x += kBlock) {
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
+      const uint8_t *now = meta + p * task.panel_stride, *next = now + P * task.panel_stride;
+      prefetch_block<TYPE>(next, next + planes_at, b);
+      I w[8];
+      F scales[2], addends[2];
+      block_quants<TYPE>(now + planes_at, b, w);
+      block_scales<TYPE>(now, b, scales, addends);
+      for (int g = 0; g < 8; ++g)
+        for (int j = 0; j < 4; ++j) sum[p] = fma(set1(x[4 * g + j]), widen<TYPE>(w, g, j, scales, addends), sum[p]);
+    }
+  }
+  float* sums = running_sums(task);
+  for (int p = 0; p < P; ++p) store(sums + p * kLanes, sum[p]);
+  finish_rows(task, panel, P, 0, 1, sums);
+}
+
 template <int TYPE>
 static void float_panels(const PanelTask& task, const FloatRows& rows) {
+  if constexpr (!is_plain(TYPE)) {
+    if (task.num_rows == 1 && rows.rows == 1) {
+      int panel = 0;
+      for (; panel + 4 <= task.num_panels; panel += 4) float_one_row<TYPE, 4>(task, rows.x, panel);
+      for (; panel < task.num_panels; ++panel) float_one_row<TYPE, 1>(task, rows.x, panel);
+      return;
+    }
+  }
   if (task.num_rows <= 4) {
     // Few rows: more panels side by side, so that enough independent sums hide the latency of one chain.
     float_panel_groups<TYPE, 4>(task, rows, 64);

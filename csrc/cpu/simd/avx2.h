@@ -8,6 +8,8 @@
 #include <cstdint>
 
 #define SIMD static inline __attribute__((always_inline))
+#define SONAR_ROWS_TOGETHER 1  // the integer tile takes a sub-block of all its rows at a time: rows_dot, not slice_dot
+#define SONAR_DIRECT_TILES 0   // enough registers for an unpacked block beside a tile of 16 rows
 
 constexpr int kRowTile = 6;  // 12 accumulators, 2 of a column, 1 broadcast: 15 of 16 registers
 constexpr int kColTile = 1;
@@ -174,51 +176,74 @@ SIMD void transpose_store(const F rows[16], float* out, int ld) {
   }
 }
 
-// Slices of eight lanes for the integer tile; see avx512.h.
-constexpr int kSlices = 2, kSliceLanes = 8;
-using SliceF = __m256;
-using SliceI = __m256i;
+// One slice of all lanes for the integer tile (see avx512.h), but all rows together: a register pair of weights at a
+// time meets each row's four bytes, broadcast once for both halves. Eight pairs of weights would not fit the registers.
+constexpr int kSlices = 1, kSliceLanes = 16;
+using SliceF = F;
+using SliceI = I;
 
-SIMD SliceF slice_load(const float* p) { return _mm256_loadu_ps(p); }
-SIMD void slice_store(float* p, SliceF a) { _mm256_storeu_ps(p, a); }
-SIMD SliceF slice_set1(float x) { return _mm256_set1_ps(x); }
-SIMD SliceF slice_mul(SliceF a, SliceF b) { return _mm256_mul_ps(a, b); }
-SIMD SliceF slice_fma(SliceF a, SliceF b, SliceF c) { return _mm256_fmadd_ps(a, b, c); }
-SIMD SliceF slice_to_float(SliceI a) { return _mm256_cvtepi32_ps(a); }
-SIMD SliceI slice_bytes(const uint8_t* p) { return loadu(p); }
-SIMD SliceI slice_iset1(int32_t x) { return _mm256_set1_epi32(x); }
+SIMD SliceF slice_load(const float* p) { return load(p); }
+SIMD void slice_store(float* p, SliceF a) { store(p, a); }
+SIMD SliceF slice_set1(float x) { return set1(x); }
+SIMD SliceF slice_mul(SliceF a, SliceF b) { return mul(a, b); }
+SIMD SliceF slice_fma(SliceF a, SliceF b, SliceF c) { return fma(a, b, c); }
+SIMD SliceF slice_to_float(SliceI a) { return to_float(a); }
+SIMD SliceI slice_bytes(const uint8_t* p) { return iload(p); }
+SIMD SliceI slice_iset1(int32_t x) { return iset1(x); }
 template <int N>
 SIMD SliceI slice_shift_left(SliceI a) {
-  return _mm256_slli_epi32(a, N);
+  return shift_left(a, N);
 }
 
-template <int BITS, int G>
-SIMD SliceI slice_dot(SliceI start, const SliceI w[G], const int8_t* x) {
+// Keeps the compiler from moving work across: it would gather all broadcasts first and spill what they push out.
+SIMD void pin(__m256i& a) { asm volatile("" : "+x"(a)); }
+SIMD void pin(I& a) { asm volatile("" : "+x"(a.lo), "+x"(a.hi)); }
+
+// dots[r] += sum over the G groups of the four products of each lane's bytes with row r's; rows are 32 bytes apart.
+template <int BITS, int G, int R>
+SIMD void rows_dot(SliceI dots[R], const uint8_t* bytes, const int8_t* x) {
 #ifdef __AVXVNNI__
-  for (int g = 0; g < G; ++g) {
-    int32_t four;
-    __builtin_memcpy(&four, x + 4 * g, 4);
-    start = _mm256_dpbusd_avx_epi32(start, w[g], _mm256_set1_epi32(four));
-  }
-  return start;
+  constexpr int run = G;
 #else
   // maddubs makes 16-bit sums of two products. With |x| <= 127, as many of them as stay below 2^15 are added before
   // they are widened: all 8 groups of 4-bit weights (8 * 2 * 15 * 127 = 30,480), 4 of 5 bits, 2 of 6 bits.
   constexpr int run = BITS <= 4 ? G : BITS == 5 ? 4 : BITS == 6 ? 2 : 1;
   const __m256i ones = _mm256_set1_epi16(1);
-  for (int first = 0; first < G; first += run) {
-    __m256i pairs = _mm256_setzero_si256();
-    for (int g = first; g < first + run; ++g) {
-      int32_t four;
-      __builtin_memcpy(&four, x + 4 * g, 4);
-      const __m256i x4 = _mm256_set1_epi32(four);
-      // 8-bit weights are signed: the sign moves to x, whose -128 the quantizer never makes.
-      const __m256i product = BITS == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w[g]), _mm256_sign_epi8(x4, w[g]))
-                                        : _mm256_maddubs_epi16(w[g], x4);
-      pairs = g == first ? product : _mm256_add_epi16(pairs, product);
-    }
-    start = _mm256_add_epi32(start, _mm256_madd_epi16(pairs, ones));
-  }
-  return start;
 #endif
+  for (int first = 0; first < G; first += run) {
+    I pairs[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) pairs[r] = iset1(0);
+#pragma GCC unroll 8
+    for (int g = first; g < first + run; ++g) {
+      const I w = iload(bytes + 64 * g);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        int32_t four;
+        __builtin_memcpy(&four, x + 32 * r + 4 * g, 4);
+        __m256i x4 = _mm256_set1_epi32(four);
+        pin(x4);
+#ifdef __AVXVNNI__
+        dots[r] = {_mm256_dpbusd_avx_epi32(dots[r].lo, w.lo, x4), _mm256_dpbusd_avx_epi32(dots[r].hi, w.hi, x4)};
+#else
+        I product;
+        if constexpr (BITS == 8) {
+          // 8-bit weights are signed: the sign moves to x, whose -128 the quantizer never makes.
+          product = {_mm256_maddubs_epi16(_mm256_abs_epi8(w.lo), _mm256_sign_epi8(x4, w.lo)),
+                     _mm256_maddubs_epi16(_mm256_abs_epi8(w.hi), _mm256_sign_epi8(x4, w.hi))};
+        } else {
+          product = {_mm256_maddubs_epi16(w.lo, x4), _mm256_maddubs_epi16(w.hi, x4)};
+        }
+        pairs[r] = {_mm256_add_epi16(pairs[r].lo, product.lo), _mm256_add_epi16(pairs[r].hi, product.hi)};
+        pin(pairs[r]);
+#endif
+      }
+    }
+#ifndef __AVXVNNI__
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      dots[r] = add(dots[r], I{_mm256_madd_epi16(pairs[r].lo, ones), _mm256_madd_epi16(pairs[r].hi, ones)});
+    }
+#endif
+  }
 }

@@ -9,6 +9,8 @@
 #include <cstdint>
 
 #define SIMD static inline __attribute__((always_inline))
+#define SONAR_ROWS_TOGETHER 0  // the integer tile takes a sub-block of all its rows at a time: rows_dot, not slice_dot
+#define SONAR_DIRECT_TILES 1   // enough registers for an unpacked block beside a tile of 16 rows
 
 constexpr int kRowTile = 6;    // register tile of the float kernels: rows
 constexpr int kColTile = 4;    // ... times vectors of 16 lanes
@@ -144,19 +146,29 @@ SIMD SliceF slice_mul(SliceF a, SliceF b) { return _mm512_mul_ps(a, b); }
 SIMD SliceF slice_fma(SliceF a, SliceF b, SliceF c) { return _mm512_fmadd_ps(a, b, c); }
 SIMD SliceF slice_to_float(SliceI a) { return _mm512_cvtepi32_ps(a); }
 SIMD SliceI slice_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+SIMD SliceF slice_of(F a) { return a.v; }
+SIMD SliceI slice_of(I a) { return a.v; }
 SIMD SliceI slice_iset1(int32_t x) { return _mm512_set1_epi32(x); }
 template <int N>
 SIMD SliceI slice_shift_left(SliceI a) {
   return _mm512_slli_epi32(a, N);
 }
 
-// start + sum over g of the four products of each lane's bytes of w[g] with the bytes x[4 g .. 4 g + 3].
+// start + the four products of each lane's bytes with the bytes x[0 .. 3].
+SIMD SliceI slice_dot4(SliceI start, SliceI w, const int8_t* x) {
+  int32_t four;
+  __builtin_memcpy(&four, x, 4);
+  return _mm512_dpbusd_epi32(start, w, _mm512_set1_epi32(four));
+}
+
+// start + sum over g of the products with x[4 g .. 4 g + 3]. A chain of eight would hold the schedulers for longer than
+// they have entries: two of four.
 template <int BITS, int G>
 SIMD SliceI slice_dot(SliceI start, const SliceI w[G], const int8_t* x) {
-  for (int g = 0; g < G; ++g) {
-    int32_t four;
-    __builtin_memcpy(&four, x + 4 * g, 4);
-    start = _mm512_dpbusd_epi32(start, w[g], _mm512_set1_epi32(four));
+  SliceI second = _mm512_setzero_si512();
+  for (int g = 0; g < 4; ++g) {
+    start = slice_dot4(start, w[g], x + 4 * g);
+    if constexpr (G == 8) second = slice_dot4(second, w[g + 4], x + 4 * g + 16);
   }
-  return start;
+  return G == 8 ? _mm512_add_epi32(start, second) : start;
 }

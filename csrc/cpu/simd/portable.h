@@ -10,6 +10,8 @@
 #include "../half.h"
 
 #define SIMD static inline __attribute__((always_inline))
+#define SONAR_ROWS_TOGETHER 0  // the integer tile takes a sub-block of all its rows at a time: rows_dot, not slice_dot
+#define SONAR_DIRECT_TILES 0   // enough registers for an unpacked block beside a tile of 16 rows
 
 constexpr int kRowTile = 3;
 constexpr int kColTile = 1;
