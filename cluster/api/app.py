@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.answer_journal import AnswerJournal, AnswerRecord
-from cluster.api.asgi import CLIENT_CLOSED, ClientGoneError
+from cluster.api.asgi import CLIENT_CLOSED, ClientGoneError, LingeringResponse
 from cluster.api.errors import ApiError, to_api_error
 from cluster.api.generate_routes import ChatRoute, CompletionRoute, generate_router, generate_routes
 from cluster.api.info_routes import info_router, tokenize_router
@@ -150,7 +150,8 @@ def _answer_errors(app: FastAPI, settings: ApiSettings) -> None:
     """Every error in OpenAI's shape, the framework's own (404, 405) too."""
 
     def answer(error: ApiError) -> Response:
-        return Response(error.body(), error.status, error.headers, "application/json")
+        kind = LingeringResponse if error.code == "body_too_large" else Response
+        return kind(error.body(), error.status, error.headers, "application/json")
 
     async def on_known_error(_: Request, error: Exception) -> Response:
         return answer(to_api_error(error, retry_after_s=settings.retry_after_s))

@@ -6,12 +6,14 @@ Knows nothing of models or of OpenAI's shapes but the error body.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
-from starlette.types import Receive, Send
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from cluster.api.errors import ApiError
 
@@ -20,6 +22,10 @@ R = TypeVar("R")
 # What nginx logs when the client closed first; never reaches anyone, but counts in the metrics.
 CLIENT_CLOSED = 499
 
+# How long, and for how many bytes, a client that was refused may go on sending before the connection is closed on it.
+LINGER_S = 2.0
+LINGER_BYTES = 64 * 1024 * 1024
+
 
 class ClientGoneError(Exception):
     """The client closed its connection; nobody is there to answer."""
@@ -27,6 +33,31 @@ class ClientGoneError(Exception):
 
 class SlowReaderError(Exception):
     """The client has read nothing for a long time and its buffers are full."""
+
+
+class LingeringResponse(Response):
+    """An answer to a client that may still be sending its body: it is sent at once, what comes is thrown away.
+
+    A connection that is closed on unread bytes is reset, and with it the answer may be lost.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                await _discard(receive, LINGER_BYTES)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _discard(receive: Receive, most: int) -> None:
+    """Reads a body to its end, or `most` bytes of it."""
+    more = True
+    while more and most > 0:
+        message = await receive()
+        most -= len(message.get("body", b""))
+        more = message.get("more_body", False)
 
 
 async def send_error(error: ApiError, send: Send) -> None:

@@ -21,10 +21,6 @@ from cluster.api.settings import ApiSettings
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-# A client that is sending too much reads the answer only when it has sent it all; so this much more is thrown away
-# before the connection is closed on it.
-DISCARD_FACTOR = 8
-
 
 class BodyReader(Generic[T]):
     """Reads the body of one endpoint into its struct; a field that would have no effect is refused by name."""
@@ -73,7 +69,7 @@ async def read_body(request: Request, settings: ApiSettings) -> bytes:
             415, "Content-Encoding is not supported; send the body uncompressed", code="unsupported_encoding"
         )
     announced = request.headers.get("content-length", "")
-    if announced.isdigit() and int(announced) > limit * DISCARD_FACTOR:
+    if announced.isdigit() and int(announced) > limit:
         raise _too_large(limit)
     try:
         async with asyncio.timeout(settings.body_timeout_s):
@@ -96,14 +92,10 @@ async def _receive_body(receive: Receive, limit: int) -> bytes:
             raise ClientGoneError
         chunk = message.get("body", b"")
         size += len(chunk)
-        if size <= limit:
-            chunks.append(chunk)
-        else:
-            chunks.clear()
-        more = message.get("more_body", False)
-        if size > limit and (not more or size > limit * DISCARD_FACTOR):
+        if size > limit:
             raise _too_large(limit)
-        if not more:
+        chunks.append(chunk)
+        if not message.get("more_body", False):
             return b"".join(chunks)
 
 

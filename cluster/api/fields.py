@@ -149,7 +149,7 @@ def _unknown(name: str, served: frozenset[str]) -> ApiError:
     near = OTHER_NAMES.get(name)
     if near not in served:
         near = next(iter(difflib.get_close_matches(name, served, n=1, cutoff=0.75)), None)
-    hint = f"; did you mean {near}?" if near else ""
+    hint = f"; did you mean {near}?" if near else "."
     return invalid(
         f"unknown field {name[:100]!r}{hint} Served here: {', '.join(sorted(served))}",
         param=name[:100],

@@ -1,4 +1,4 @@
-"""One picture of a sweep: how TTFT and ITL are spread, and throughput a run. Needs the extra `plot` (matplotlib)."""
+"""One picture of a sweep: how TTFT and ITL are spread, and throughput a run. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError('--plot needs matplotlib: pip install "sonar-cluster[plot]"', param="plot") from error
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib", param="plot") from error
 
 
 def write_plot(path: str, title: str, series: Sequence[Series]) -> None:

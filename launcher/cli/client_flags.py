@@ -12,8 +12,10 @@ DEFAULT_URL = "http://127.0.0.1:2242"
 
 
 def add_client_flags(parser: argparse.ArgumentParser) -> None:
-    """--url, --api-key, --model; see `server_of`."""
-    parser.add_argument("--url", default=None, help=f"without /v1 (default: $SONAR_URL, else {DEFAULT_URL})")
+    """--url or --port, --api-key, --model; see `server_of`."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--url", default=None, help=f"without /v1 (default: $SONAR_URL, else {DEFAULT_URL})")
+    where.add_argument("--port", type=int, default=None, help="of a server on this machine, instead of --url")
     parser.add_argument("--api-key", default=None, help="default: $SONAR_API_KEY, else $OPENAI_API_KEY")
     parser.add_argument("--model", default=None, help="default: the first that the server lists")
 
@@ -27,7 +29,8 @@ class Server(NamedTuple):
 
 def server_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Server:
     """The server that flags and environment name."""
-    url = args.url or environ.get("SONAR_URL") or DEFAULT_URL
+    local = None if args.port is None else f"http://127.0.0.1:{args.port}"
+    url = args.url or local or environ.get("SONAR_URL") or DEFAULT_URL
     return Server(url.rstrip("/"), args.api_key or environ.get("SONAR_API_KEY") or environ.get("OPENAI_API_KEY"))
 
 
@@ -50,7 +53,9 @@ def resolve_model(server: Server, model: str | None) -> str:
     try:
         answer = httpx.get(f"{url}/v1/models", headers=auth_headers(server.api_key), timeout=10.0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise UserError(f"no server answers at {url} ({error}); start one with `sonar serve`, or give --url") from error
+        raise UserError(
+            f"no server answers at {url} ({error}); start one with `sonar serve`, or give --url or --port"
+        ) from error
     if answer.status_code == 401:
         raise UserError(f"{url} wants an API key; give --api-key or set SONAR_API_KEY")
     if answer.status_code != 200:

@@ -8,7 +8,8 @@ import json
 import pytest
 from starlette.requests import Request
 
-from cluster.api.asgi import ClientGoneError
+from cluster.api import asgi
+from cluster.api.asgi import ClientGoneError, LingeringResponse
 from cluster.api.body import BodyReader, check_depth, read_body
 from cluster.api.errors import ApiError
 from cluster.api.schemas import CompletionRequest
@@ -98,20 +99,41 @@ async def test_a_body_is_joined_up_to_the_limit() -> None:
 
 
 @pytest.mark.parametrize("chunks", [[b"a" * 101], [b"a" * 60, b"b" * 41], [b"a" * 99, b"b" * 99, b"c" * 99]])
-async def test_one_byte_more_is_refused_after_it_was_sent(chunks: list[bytes]) -> None:
+async def test_one_byte_more_is_refused(chunks: list[bytes]) -> None:
     with pytest.raises(ApiError) as caught:
         await read_body(request_of(chunks), SETTINGS)
     assert caught.value.status == 413
     assert "100 bytes" in caught.value.message
 
 
-async def test_far_more_is_refused_before_it_was_sent() -> None:
+async def test_what_is_announced_as_too_much_is_refused_before_it_comes() -> None:
     with pytest.raises(ApiError) as caught:
-        await read_body(request_of([], {"Content-Length": "801"}), SETTINGS)
+        await read_body(request_of([], {"Content-Length": "101"}), SETTINGS)
     assert caught.value.status == 413
-    endless = request_of([b"a" * 300] * 4 + [b""])
-    with pytest.raises(ApiError):
-        await read_body(endless, SETTINGS)
+
+
+async def test_a_refused_client_that_sends_on_is_heard_to_its_end_or_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi, "LINGER_BYTES", 250)
+    monkeypatch.setattr(asgi, "LINGER_S", 0.05)
+    for chunks, num_read in (([b"a" * 100] * 2, 2), ([b"a" * 100] * 9, 3), ([], 0), ([None], 1)):
+        left, sent = [*chunks], []
+
+        async def receive(left=left):
+            if not left:
+                await asyncio.sleep(10)
+            chunk = left.pop(0)
+            return (
+                {"type": "http.request", "body": chunk, "more_body": bool(left)}
+                if chunk
+                else {"type": "http.disconnect"}
+            )
+
+        async def send(message, sent=sent):
+            sent.append(message)
+
+        await LingeringResponse(b"no", 413)({"type": "http"}, receive, send)
+        assert len(chunks) - len(left) == num_read
+        assert [message.get("more_body") for message in sent] == [None, True, False]
 
 
 async def test_a_body_that_does_not_come_ends_in_408() -> None:

@@ -68,6 +68,10 @@ def test_an_unknown_field_is_named_with_the_nearest_served_one(name: str, near: 
     assert "min_p" in error.message, "says what is served"
 
 
+def test_a_name_near_none_is_a_sentence_of_its_own() -> None:
+    assert refusal(zzzzzzzz=1).message.startswith("unknown field 'zzzzzzzz'. Served here: ")
+
+
 def test_tools_pass_only_when_they_cannot_be_called() -> None:
     tool = [{"type": "function", "function": {"name": "f"}}]
     check(tools=tool, tool_choice="none")

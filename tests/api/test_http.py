@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,6 +97,13 @@ def test_bad_bodies(client: httpx.Client, path: str, body: bytes) -> None:
     response = client.post(path, content=body)
     assert response.status_code == 400
     error_of(response)
+
+
+def test_a_body_that_is_announced_too_large_is_answered_before_it_is_sent(shared: Served) -> None:
+    with socket.create_connection(("127.0.0.1", shared.port), timeout=5) as connection:
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 200001\r\n\r\n".encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+        connection.sendall(b"x" * 200_001)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION, "/tokenize", "/detokenize"])

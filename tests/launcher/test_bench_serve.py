@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 
 from launcher.bench.datasets import DatasetConfig, DatasetKind, make_prompts
 from launcher.bench.load import Target, run_closed, run_open, send
+from launcher.bench.plot import require_matplotlib
 from launcher.bench.serve import ServeBenchConfig, run_serve_bench
+from launcher.cli.main import main
 from launcher.client.http_stream import Endpoint
 from sonar.errors import ConfigError, SonarError
 
@@ -141,3 +144,17 @@ def test_contradictions_are_refused(changes: dict[str, Any]) -> None:
 def test_a_malformed_url_is_named(url: str) -> None:
     with pytest.raises(ConfigError, match="http://HOST:PORT"):
         Endpoint.of(url, "/v1/completions", None)
+
+
+def test_the_command_takes_a_port(fake_server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    port = fake_server.url.rpartition(":")[2]
+    sizes = ["--input-len", "4", "--output-len", "2", "--num-requests", "2", "--num-warmup", "0"]
+    assert main(["bench", "serve", "--port", port, "--concurrency", "1", *sizes]) == 0
+    assert "1 stream" in capsys.readouterr().out
+    assert len(fake_server.bodies) == 2
+
+
+def test_a_picture_without_matplotlib_is_refused_with_a_package_that_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="pip install matplotlib$"):
+        require_matplotlib()

@@ -74,3 +74,15 @@ def test_no_server_and_no_key_are_one_line_with_a_remedy(
     assert "SONAR_API_KEY" in capsys.readouterr().err
     monkeypatch.setenv("SONAR_API_KEY", "secret")
     assert main(["chat", "--url", fake_server.url]) == 0
+
+
+def test_a_port_names_a_server_on_this_machine(
+    fake_server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi"))
+    monkeypatch.setenv("SONAR_URL", "http://127.0.0.1:9")
+    assert main(["chat", "--port", fake_server.url.rpartition(":")[2]]) == 0
+    assert capsys.readouterr().out == "Hello there, friend\n"
+    with pytest.raises(SystemExit):
+        main(["chat", "--port", "1", "--url", fake_server.url])
+    assert "not allowed with" in capsys.readouterr().err
