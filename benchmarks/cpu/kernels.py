@@ -16,10 +16,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
 from sonar.ops import _cpu, cpu
 from sonar.ops.table import Activation, AttentionMetadata, AttentionSpec, GGUFMatrix, OpTable, PlainMatrix
 
@@ -189,10 +191,10 @@ def bench_rows(ceilings: Ceilings, rounds: int) -> None:
         gate_up, qkv = torch.randn(num_tokens, 3072), torch.randn(num_tokens, 960)
         positions, slots = torch.arange(num_tokens), torch.arange(num_tokens)
         calls: dict[str, tuple[Callable[[], object], int]] = {
-            "add_rms_norm": (lambda: ops.add_rms_norm(x, residual, weight, 1e-5), 4 * 576 * 4),
-            "silu gate": (lambda: ops.gated_activation(gate_up, Activation.SILU), 3 * 1536 * 4),
+            "add_rms_norm": (partial(ops.add_rms_norm, x, residual, weight, 1e-5), 4 * 576 * 4),
+            "silu gate": (partial(ops.gated_activation, gate_up, Activation.SILU), 3 * 1536 * 4),
             "rope + kv write": (
-                lambda: ops.rope_kv_write(qkv, positions, cos_sin, None, None, 0.0, cache, slots, spec),
+                partial(ops.rope_kv_write, qkv, positions, cos_sin, None, None, 0.0, cache, slots, spec),
                 2 * 960 * 4,
             ),
         }

@@ -156,5 +156,5 @@ def test_the_command_takes_a_port(fake_server: FakeServer, capsys: pytest.Captur
 
 def test_a_picture_without_matplotlib_is_refused_with_a_package_that_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match="pip install matplotlib$"):
+    with pytest.raises(ConfigError, match=r"pip install matplotlib$"):
         require_matplotlib()
