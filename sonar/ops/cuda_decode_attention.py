@@ -36,9 +36,194 @@ def apply_softcap(scores, softcap):
     return softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
 
 
+@triton.jit
+def _share_of_split(seq_len, split, num_splits, least_tiles, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """Which tokens a split takes: first one seen by the request, its tiles begin to end - 1, splits that have work."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(seq_len - WINDOW, 0)
+    first_tile = first // TILE
+    num_tiles = tl.cdiv(seq_len, TILE) - first_tile
+    tiles_a_split = tl.maximum(tl.cdiv(num_tiles, num_splits), least_tiles)
+    num_active = tl.maximum(tl.cdiv(num_tiles, tiles_a_split), 1)
+    begin = first_tile + split * tiles_a_split
+    end = tl.minimum(begin + tiles_a_split, first_tile + num_tiles)
+    return first, begin, end, num_active
+
+
+@triton.jit
+def _load_queries(
+    q_row,
+    mask,
+    q_norm_ptr,
+    cos_sin_row,
+    norm_eps,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    HAS_ROPE: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """The queries that read one kv head, (ROWS, DIMS), rotated if HAS_ROPE. q_row: (ROWS, 1), where each begins."""
+    if HAS_ROPE:
+        q = load_rotated(q_row, mask, q_norm_ptr, cos_sin_row, norm_eps, HEAD_DIM, DIMS, ROTARY_DIM, HAS_NORM)
+    else:
+        q = tl.load(q_row + tl.arange(0, DIMS)[None, :], mask=mask, other=0.0)
+    return q
+
+
+@triton.jit
+def _write_new_token(
+    k_ptr,
+    head_ptr,
+    slot,
+    k_norm_ptr,
+    cos_sin_row,
+    norm_eps,
+    block_stride,
+    kv_stride,
+    token_stride,
+    NUM_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Writes the newest token's K, rotated, and V of one head to the cache; nowhere with a negative slot.
+
+    k_ptr: the head's K in the projections; its V lies NUM_KV heads on. head_ptr: the head's place in block 0.
+    """
+    if slot >= 0:
+        dims = tl.arange(0, DIMS)[None, :]
+        mask = dims < HEAD_DIM
+        k_row = k_ptr + tl.zeros((1, 1), tl.int32)
+        k = load_rotated(k_row, mask, k_norm_ptr, cos_sin_row, norm_eps, HEAD_DIM, DIMS, ROTARY_DIM, HAS_NORM)
+        v = tl.load(k_row + NUM_KV * HEAD_DIM + dims, mask=mask, other=0.0)
+        place = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * token_stride
+        token_ptr = head_ptr + place + dims
+        tl.store(token_ptr, k.to(head_ptr.dtype.element_ty), mask=mask)
+        tl.store(token_ptr + kv_stride, v.to(head_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _start_softmax(sinks_ptr, heads, mask, split, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """Running maximum and sum before any token, (ROWS,) each. Sinks count once: in split 0."""
+    best = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    if HAS_SINKS:  # noqa: SIM102 - this one is known to the compiler
+        if split == 0:
+            best = tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32) * 1.4426950408889634
+            total = tl.full((ROWS,), 1.0, tl.float32)
+    return best, total
+
+
+@triton.jit
+def _pass_over(
+    q,
+    acc,
+    best,
+    total,
+    begin,
+    end,
+    first,
+    seq_len,
+    table_row,
+    head_ptr,
+    block_stride,
+    kv_stride,
+    token_stride,
+    scale,
+    softcap,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Takes the tiles begin to end - 1 into the running softmax."""
+    dims = tl.arange(0, DIMS)
+    for tile in range(begin, end):
+        positions = tile * TILE + tl.arange(0, TILE)
+        seen = (positions < seq_len) & (positions >= first)
+        block = tl.load(table_row + positions // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+        place = block * block_stride + (positions % BLOCK_SIZE) * token_stride
+        kv_mask = seen[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(head_ptr + place[:, None] + dims[None, :], mask=kv_mask, other=0.0)
+        v = tl.load(head_ptr + kv_stride + place[:, None] + dims[None, :], mask=kv_mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if HAS_SOFTCAP:
+            scores = apply_softcap(scores, softcap)
+        scores = tl.where(seen[None, :], scores * 1.4426950408889634, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_best[:, None])
+        shrink = tl.exp2(best - new_best)
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+        best = new_best
+    return acc, best, total
+
+
+@triton.jit
+def _merge_splits(part_ptr, stats_ptr, num_active, ROWS: tl.constexpr, DIMS: tl.constexpr):
+    """The output of a head, (ROWS, DIMS), from what its splits stored; part_ptr and stats_ptr point to split 0's."""
+    best = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, DIMS), tl.float32)
+    for split in range(0, num_active):
+        # Other programs wrote these: past the first cache, which may hold an older state.
+        its_best = tl.load(stats_ptr + split * (ROWS * 2), cache_modifier=".cg")
+        its_total = tl.load(stats_ptr + split * (ROWS * 2) + 1, cache_modifier=".cg")
+        its_acc = tl.load(part_ptr + split * (ROWS * DIMS), cache_modifier=".cg")
+        new_best = tl.maximum(best, its_best)
+        shrink = tl.exp2(best - new_best)
+        its_shrink = tl.exp2(its_best - new_best)
+        total = total * shrink + its_total * its_shrink
+        acc = acc * shrink[:, None] + its_acc * its_shrink[:, None]
+        best = new_best
+    return acc / total[:, None]
+
+
+@triton.jit
+def _finish_split(
+    out_row,
+    mask,
+    part_ptr,
+    stats_ptr,
+    counter_ptr,
+    split,
+    num_active,
+    acc,
+    best,
+    total,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """Writes the output, or stores this split's part and merges them all if it is the last.
+
+    out_row: (ROWS, DIMS), where the output goes. part_ptr, stats_ptr: as `_merge_splits`. counter_ptr: splits done.
+    """
+    if num_active == 1:
+        alone = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out_row, alone.to(out_row.dtype.element_ty), mask=mask)
+    else:
+        tl.store(part_ptr + split * (ROWS * DIMS), acc)
+        tl.store(stats_ptr + split * (ROWS * 2), best)
+        tl.store(stats_ptr + split * (ROWS * 2) + 1, total)
+        # The barrier brings the stores of the whole program before the counter, whose release publishes them.
+        tl.debug_barrier()
+        num_done = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+        if num_done == num_active - 1:
+            tl.store(counter_ptr, 0)
+            merged = _merge_splits(part_ptr, stats_ptr, num_active, ROWS, DIMS)
+            tl.store(out_row, merged.to(out_row.dtype.element_ty), mask=mask)
+
+
 # What differs from step to step is not compiled for: a new variant would stall a running service for a second.
 @triton.jit(do_not_specialize=["num_splits", "least_tiles", "table_stride"])
-def _decode_kernel(  # noqa: PLR0915 - one kernel: its steps share registers
+def _decode_kernel(
     q_ptr,
     cache_ptr,
     out_ptr,
@@ -80,111 +265,44 @@ def _decode_kernel(  # noqa: PLR0915 - one kernel: its steps share registers
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    kv_head = tl.program_id(0)
-    split = tl.program_id(1)
+    kv_head, split = tl.program_id(0), tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
-    row_mask = rows < GROUP
-    dim_mask = dims < HEAD_DIM
+    mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     heads = kv_head * GROUP + rows
     wait_for_inputs(PDL)
-
     seq_len = tl.load(seq_lens_ptr + request)
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(seq_len - WINDOW, 0)
-    first_tile = first // TILE
-    num_tiles = tl.cdiv(seq_len, TILE) - first_tile
-    tiles_a_split = tl.maximum(tl.cdiv(num_tiles, num_splits), least_tiles)
-    num_active = tl.maximum(tl.cdiv(num_tiles, tiles_a_split), 1)
+    first, begin, end, num_active = _share_of_split(seq_len, split, num_splits, least_tiles, TILE, WINDOW)
     if split >= num_active:
         return
 
-    out_row = request * (NUM_KV * GROUP * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :]
-    row_dim_mask = row_mask[:, None] & dim_mask[None, :]
-    q_row = q_ptr + request * q_stride + heads[:, None] * HEAD_DIM
-    if HAS_ROPE:
-        cos_sin_row = cos_sin_ptr + tl.load(positions_ptr + request) * ROTARY_DIM
-        q = load_rotated(q_row, row_dim_mask, q_norm_ptr, cos_sin_row, norm_eps, HEAD_DIM, DIMS, ROTARY_DIM, HAS_NORM)
-        if split == num_active - 1:
-            slot = tl.load(slots_ptr + request)
-            if slot >= 0:
-                one = tl.zeros((1, 1), tl.int32) + kv_head + NUM_KV * GROUP
-                k_row = q_ptr + request * q_stride + one * HEAD_DIM
-                new_k = load_rotated(
-                    k_row, dim_mask[None, :], k_norm_ptr, cos_sin_row, norm_eps, HEAD_DIM, DIMS, ROTARY_DIM, HAS_NORM
-                )
-                new_v = tl.load(k_row + NUM_KV * HEAD_DIM + dims[None, :], mask=dim_mask[None, :], other=0.0)
-                new_place = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * token_stride
-                new_ptr = cache_ptr + kv_head * head_stride + new_place + dims[None, :]
-                tl.store(new_ptr, new_k.to(cache_ptr.dtype.element_ty), mask=dim_mask[None, :])
-                tl.store(new_ptr + kv_stride, new_v.to(cache_ptr.dtype.element_ty), mask=dim_mask[None, :])
-            # This program reads them back below.
-            tl.debug_barrier()
-    else:
-        q = tl.load(q_row + dims[None, :], mask=row_dim_mask, other=0.0)
-    best = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    if HAS_SINKS:  # noqa: SIM102 - this one is known to the compiler
-        if split == 0:
-            best = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0).to(tl.float32) * 1.4426950408889634
-            total = tl.full((ROWS,), 1.0, tl.float32)
-    acc = tl.zeros((ROWS, DIMS), tl.float32)
-    begin = first_tile + split * tiles_a_split
-    end = tl.minimum(begin + tiles_a_split, first_tile + num_tiles)
+    qkv_row = q_ptr + request * q_stride
     head_ptr = cache_ptr + kv_head * head_stride
-    for tile in range(begin, end):
-        positions = tile * TILE + tl.arange(0, TILE)
-        seen = (positions < seq_len) & (positions >= first)
-        block = tl.load(table_ptr + request * table_stride + positions // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-        place = block * block_stride + (positions % BLOCK_SIZE) * token_stride
-        kv_mask = seen[:, None] & dim_mask[None, :]
-        k = tl.load(head_ptr + place[:, None] + dims[None, :], mask=kv_mask, other=0.0)
-        v = tl.load(head_ptr + kv_stride + place[:, None] + dims[None, :], mask=kv_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if HAS_SOFTCAP:
-            scores = apply_softcap(scores, softcap)
-        scores = tl.where(seen[None, :], scores * 1.4426950408889634, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_best[:, None])
-        shrink = tl.exp2(best - new_best)
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
-        best = new_best
-
-    if num_active == 1:
-        result = acc / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(out_ptr + out_row, result.to(out_ptr.dtype.element_ty), mask=row_dim_mask)
-        return
+    cos_sin_row = cos_sin_ptr + tl.load(positions_ptr + request) * ROTARY_DIM  # moves by 0 without HAS_ROPE
+    q_row = qkv_row + heads[:, None] * HEAD_DIM
+    q = _load_queries(q_row, mask, q_norm_ptr, cos_sin_row, norm_eps, HEAD_DIM, DIMS, HAS_ROPE, ROTARY_DIM, HAS_NORM)
+    if HAS_ROPE:  # noqa: SIM102 - this one is known to the compiler
+        if split == num_active - 1:
+            _write_new_token(
+                qkv_row + (kv_head + NUM_KV * GROUP) * HEAD_DIM, head_ptr, tl.load(slots_ptr + request),
+                k_norm_ptr, cos_sin_row, norm_eps, block_stride, kv_stride, token_stride,
+                NUM_KV, HEAD_DIM, DIMS, BLOCK_SIZE, ROTARY_DIM, HAS_NORM,
+            )  # fmt: skip
+            tl.debug_barrier()  # this program reads them back below
+    best, total = _start_softmax(sinks_ptr, heads, rows < GROUP, split, ROWS, HAS_SINKS)
+    acc, best, total = _pass_over(
+        q, tl.zeros((ROWS, DIMS), tl.float32), best, total, begin, end, first, seq_len,
+        table_ptr + request * table_stride, head_ptr, block_stride, kv_stride, token_stride, scale, softcap,
+        HEAD_DIM, DIMS, BLOCK_SIZE, TILE, HAS_SOFTCAP, PRECISION,
+    )  # fmt: skip
     pair = request * NUM_KV + kv_head
-    part_ptr = partial_ptr + pair * (num_splits * ROWS * DIMS) + rows[:, None] * DIMS + dims[None, :]
-    stats_ptr = partial_stats_ptr + pair * (num_splits * ROWS * 2) + rows * 2
-    tl.store(part_ptr + split * (ROWS * DIMS), acc)
-    tl.store(stats_ptr + split * (ROWS * 2), best)
-    tl.store(stats_ptr + split * (ROWS * 2) + 1, total)
-    # The barrier brings the stores of the whole program before the counter, whose release publishes them.
-    tl.debug_barrier()
-    num_done = tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel")
-    if num_done != num_active - 1:
-        return
-    tl.store(counters_ptr + pair, 0)
-    best = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, DIMS), tl.float32)
-    for other in range(0, num_active):
-        its_best = tl.load(stats_ptr + other * (ROWS * 2), cache_modifier=".cg")
-        its_total = tl.load(stats_ptr + other * (ROWS * 2) + 1, cache_modifier=".cg")
-        its_acc = tl.load(part_ptr + other * (ROWS * DIMS), cache_modifier=".cg")
-        new_best = tl.maximum(best, its_best)
-        shrink = tl.exp2(best - new_best)
-        its_shrink = tl.exp2(its_best - new_best)
-        total = total * shrink + its_total * its_shrink
-        acc = acc * shrink[:, None] + its_acc * its_shrink[:, None]
-        best = new_best
-    result = acc / total[:, None]
-    tl.store(out_ptr + out_row, result.to(out_ptr.dtype.element_ty), mask=row_dim_mask)
+    _finish_split(
+        out_ptr + request * (NUM_KV * GROUP * HEAD_DIM) + heads[:, None] * HEAD_DIM + dims[None, :], mask,
+        partial_ptr + pair * (num_splits * ROWS * DIMS) + rows[:, None] * DIMS + dims[None, :],
+        partial_stats_ptr + pair * (num_splits * ROWS * 2) + rows * 2,
+        counters_ptr + pair, split, num_active, acc, best, total, ROWS, DIMS,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,59 @@ def _dot_range(
     return acc, up_acc, squares
 
 
+@triton.jit
+def _store_part(
+    partial_ptr,
+    squares_ptr,
+    program,
+    acc,
+    up_acc,
+    squares,
+    HAS_NORM: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Stores the sums of one program; `program` counts those of a tile one after the other."""
+    PARTS: tl.constexpr = 2 if IS_GATED else 1
+    tokens = tl.arange(0, BLOCK_M)
+    place = program * PARTS * BLOCK_N * BLOCK_M
+    inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tokens[None, :]
+    tl.store(partial_ptr + place + inside, acc)
+    if IS_GATED:
+        tl.store(partial_ptr + place + BLOCK_N * BLOCK_M + inside, up_acc)
+    if HAS_NORM:
+        tl.store(squares_ptr + program * BLOCK_M + tokens, squares)
+
+
+@triton.jit
+def _add_parts(
+    partial_ptr,
+    squares_ptr,
+    first_program,
+    HAS_NORM: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+):
+    """What SPLIT_K programs stored, added in the order of K: as `_dot_range` returns it."""
+    PARTS: tl.constexpr = 2 if IS_GATED else 1
+    tokens = tl.arange(0, BLOCK_M)
+    inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tokens[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up_acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    squares = tl.zeros((BLOCK_M,), tl.float32)
+    for split in range(SPLIT_K):
+        place = (first_program + split) * PARTS * BLOCK_N * BLOCK_M
+        acc += tl.load(partial_ptr + place + inside, cache_modifier=".cg")
+        if IS_GATED:
+            up_acc += tl.load(partial_ptr + place + BLOCK_N * BLOCK_M + inside, cache_modifier=".cg")
+        if HAS_NORM:
+            squares += tl.load(squares_ptr + (first_program + split) * BLOCK_M + tokens, cache_modifier=".cg")
+    return acc, up_acc, squares
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def few_rows_kernel(
     x_ptr,
@@ -186,29 +239,18 @@ def few_rows_kernel(
         N, K, HAS_NORM, GATED > 0, BLOCK_N, BLOCK_M, BLOCK_K, NUM_STAGES,
     )  # fmt: skip
     if SPLIT_K > 1:
-        PARTS: tl.constexpr = 2 if GATED > 0 else 1
-        place = (tile_n * SPLIT_K + split) * PARTS * BLOCK_N * BLOCK_M
-        inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tokens[None, :]
-        tl.store(partial_ptr + place + inside, acc)
-        if GATED > 0:
-            tl.store(partial_ptr + place + BLOCK_N * BLOCK_M + inside, up_acc)
-        if HAS_NORM:
-            tl.store(squares_ptr + (tile_n * SPLIT_K + split) * BLOCK_M + tokens, squares)
+        first_program = tile_n * SPLIT_K
+        _store_part(
+            partial_ptr, squares_ptr, first_program + split, acc, up_acc, squares, HAS_NORM, GATED > 0, BLOCK_N, BLOCK_M
+        )
         tl.debug_barrier()
         num_done = tl.atomic_add(counters_ptr + tile_n, 1, sem="acq_rel")
         if num_done != SPLIT_K - 1:
             return
         tl.store(counters_ptr + tile_n, 0)
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        up_acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        squares = tl.zeros((BLOCK_M,), tl.float32)
-        for other in range(SPLIT_K):
-            place = (tile_n * SPLIT_K + other) * PARTS * BLOCK_N * BLOCK_M
-            acc += tl.load(partial_ptr + place + inside, cache_modifier=".cg")
-            if GATED > 0:
-                up_acc += tl.load(partial_ptr + place + BLOCK_N * BLOCK_M + inside, cache_modifier=".cg")
-            if HAS_NORM:
-                squares += tl.load(squares_ptr + (tile_n * SPLIT_K + other) * BLOCK_M + tokens, cache_modifier=".cg")
+        acc, up_acc, squares = _add_parts(
+            partial_ptr, squares_ptr, first_program, HAS_NORM, GATED > 0, BLOCK_N, BLOCK_M, SPLIT_K
+        )
     if HAS_NORM:
         scale = tl.math.rsqrt(squares / K + eps)
         acc = acc * scale[None, :]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,34 @@ class DecodeResult(NamedTuple):
     hidden_TD: Tensor
     logits_SV: Tensor
     greedy_S: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """The inputs that graphs read, of the largest batch; a step has one token a request. C: groups of the cache.
+
+    slots_CR: -1 where there is no request. query_start_R1: 0, 1, 2, ..., which never changes.
+    """
+
+    token_ids_R: Tensor
+    positions_R: Tensor
+    seq_lens_R: Tensor
+    slots_CR: Tensor
+    tables_CRB: Tensor
+    query_start_R1: Tensor
+
+
+def _allocate(num_groups: int, max_requests: int, max_blocks: int, device: torch.device) -> _Buffers:
+    """Buffers of padding rows alone."""
+    int32, int64 = torch.int32, torch.int64
+    return _Buffers(
+        token_ids_R=torch.zeros(max_requests, dtype=int64, device=device),
+        positions_R=torch.zeros(max_requests, dtype=int64, device=device),
+        seq_lens_R=torch.zeros(max_requests, dtype=int32, device=device),
+        slots_CR=torch.full((num_groups, max_requests), -1, dtype=int64, device=device),
+        tables_CRB=torch.zeros((num_groups, max_requests, max_blocks), dtype=int32, device=device),
+        query_start_R1=torch.arange(max_requests + 1, dtype=int32, device=device),
+    )
 
 
 class _Captured(NamedTuple):
@@ -90,20 +119,11 @@ class DecodeGraphs:
         self._max_seq_len = max_blocks * cache.layout.block_size
         self._sizes = ladder(max_requests)
         self._graphs: dict[int, _Captured] = {}
-        self._num_groups = len(cache.layout.groups)
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self._token_ids = zeros(max_requests)
-        self._positions = zeros(max_requests)
-        self._seq_lens = zeros(max_requests, dtype=torch.int32)
-        self._slots = zeros(self._num_groups, max_requests).fill_(-1)
-        self._tables = zeros(self._num_groups, max_requests, max_blocks, dtype=torch.int32)
-        self._query_start = torch.arange(max_requests + 1, dtype=torch.int32, device=device)
-        unused = zeros(1)
+        num_groups = len(cache.layout.groups)
+        self._buffers = _allocate(num_groups, max_requests, max_blocks, device)
+        unused = torch.zeros(1, dtype=torch.int64, device=device)
         self._greedy = SamplingTensors(*(unused,) * 6, all_greedy=True, any_filter=False)
-        self._latest_tables: list[Tensor | None] = [None] * self._num_groups
+        self._latest_tables: list[Tensor | None] = [None] * num_groups
         self._num_filled = 0
 
     def capture(self) -> None:
@@ -134,8 +154,9 @@ class DecodeGraphs:
             if num_queries < self._max_seq_len:
                 hidden_TD = self._model.forward(self._mixed_batch(num_queries))
         logits_SV = self._model.logits(hidden_TD[:2])
-        ones_S, zeros_S2 = torch.ones(2, device=logits_SV.device), self._positions.new_zeros(2, 2)
-        unused = self._positions[:2]
+        positions_R = self._buffers.positions_R
+        ones_S, zeros_S2 = torch.ones(2, device=logits_SV.device), positions_R.new_zeros(2, 2)
+        unused = positions_R[:2]
         settings = SamplingTensors(ones_S, *(unused,) * 4, key_S2=zeros_S2, all_greedy=False, any_filter=False)
         self._sample(logits_SV, settings)
 
@@ -163,28 +184,28 @@ class DecodeGraphs:
         return DecodeResult(hidden_TD, logits_SV, self._sample(logits_SV, self._greedy) if is_small else None)
 
     def _fill(self, forward: ForwardBatch, num_rows: int) -> None:
-        self._token_ids[:num_rows].copy_(forward.token_ids_T)
-        self._positions[:num_rows].copy_(forward.positions_T)
-        groups = self._cache.group_of_layer
-        for group in range(self._num_groups):
-            metadata = forward.attention[groups.index(group)]
-            self._slots[group, :num_rows].copy_(metadata.slot_mapping_T)
+        buffers = self._buffers
+        buffers.token_ids_R[:num_rows].copy_(forward.token_ids_T)
+        buffers.positions_R[:num_rows].copy_(forward.positions_T)
+        for group, latest_RB in enumerate(self._latest_tables):
+            metadata = forward.attention[self._cache.group_of_layer.index(group)]
+            buffers.slots_CR[group, :num_rows].copy_(metadata.slot_mapping_T)
             table_RB = metadata.block_table_RB
             # A run of decode steps keeps the object while no table grows.
-            if table_RB is not self._latest_tables[group]:
-                self._tables[group, :num_rows, : table_RB.shape[1]].copy_(table_RB)
+            if table_RB is not latest_RB:
+                buffers.tables_CRB[group, :num_rows, : table_RB.shape[1]].copy_(table_RB)
                 self._latest_tables[group] = table_RB
-        self._seq_lens[:num_rows].copy_(forward.attention[0].seq_lens_R)
+        buffers.seq_lens_R[:num_rows].copy_(forward.attention[0].seq_lens_R)
         if self._num_filled > num_rows:
-            self._slots[:, num_rows : self._num_filled].fill_(-1)
-            self._seq_lens[num_rows : self._num_filled].zero_()
+            buffers.slots_CR[:, num_rows : self._num_filled].fill_(-1)
+            buffers.seq_lens_R[num_rows : self._num_filled].zero_()
         self._num_filled = num_rows
 
     def _mixed_batch(self, num_queries: int) -> ForwardBatch:
         """A decode and a chunk of a prompt, of no slot: nothing is written, and block 0 is read."""
-        num_tokens, device = 1 + num_queries, self._positions.device
+        num_tokens, device = 1 + num_queries, self._buffers.positions_R.device
         metadata = AttentionMetadata(
-            block_table_RB=torch.zeros(2, self._tables.shape[2], dtype=torch.int32, device=device),
+            block_table_RB=torch.zeros(2, self._buffers.tables_CRB.shape[2], dtype=torch.int32, device=device),
             slot_mapping_T=torch.full((num_tokens,), -1, device=device),
             query_start_R1=torch.tensor([0, 1, num_tokens], dtype=torch.int32, device=device),
             seq_lens_R=torch.tensor([1, num_queries], dtype=torch.int32, device=device),
@@ -203,22 +224,23 @@ class DecodeGraphs:
 
     def _batch(self, size: int) -> ForwardBatch:
         """The buffers' first rows as a batch."""
+        buffers = self._buffers
         metadata = [
             AttentionMetadata(
-                block_table_RB=self._tables[group, :size],
-                slot_mapping_T=self._slots[group, :size],
-                query_start_R1=self._query_start[: size + 1],
-                seq_lens_R=self._seq_lens[:size],
+                block_table_RB=table_RB[:size],
+                slot_mapping_T=slots_R[:size],
+                query_start_R1=buffers.query_start_R1[: size + 1],
+                seq_lens_R=buffers.seq_lens_R[:size],
                 num_decodes=size,
                 max_query_len=1,
                 max_seq_len=self._max_seq_len,
             )
-            for group in range(self._num_groups)
+            for table_RB, slots_R in zip(buffers.tables_CRB, buffers.slots_CR, strict=True)
         ]
         return ForwardBatch(
-            token_ids_T=self._token_ids[:size],
-            positions_T=self._positions[:size],
+            token_ids_T=buffers.token_ids_R[:size],
+            positions_T=buffers.positions_R[:size],
             kv_layers=self._cache.layers,
             attention=tuple([metadata[group] for group in self._cache.group_of_layer]),
-            logits_rows_S=self._query_start[:size],
+            logits_rows_S=buffers.query_start_R1[:size],
         )
