@@ -8,10 +8,11 @@ Called by `sonar.ops.registry`.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from sonar.config import ActivationMode
 from sonar.ops.registry import OpsUnavailable
-from sonar.ops.table import OpTable
+from sonar.ops.table import Activation, FusedOps, LinearFn, OpTable
 
 try:
     # Before the modules below, which import it themselves: whichever is first decides what the error is.
@@ -19,10 +20,13 @@ try:
 except ImportError as _error:
     raise OpsUnavailable(f"the compiled module is missing: {_error}; install with a C++ compiler present") from _error
 
-from sonar.ops.cpu_attention import paged_attention, rope_kv_write
-from sonar.ops.cpu_matrix import MatrixOps
+from sonar.ops.cpu_attention import paged_attention, rope_attention, rope_kv_write
+from sonar.ops.cpu_matrix import CpuLinear, MatrixOps
 from sonar.ops.cpu_rows import activation, add_rms_norm, gated_activation, layer_norm, rms_norm
 from sonar.ops.cpu_sample import sample
+
+# Fusing saves calls and passes at every size, and changes no bit.
+_ANY_ROWS = 1 << 30
 
 
 def build(device: torch.device, dtype: torch.dtype, activations: ActivationMode = "auto") -> OpTable:
@@ -52,7 +56,25 @@ def build(device: torch.device, dtype: torch.dtype, activations: ActivationMode 
         linear=matrices.linear,
         embedding=matrices.embedding,
         sample=sample,
+        fused=FusedOps(_ANY_ROWS, _norm_linear, _norm_gated_linear, _linear_add, rope_attention)
+        if dtype is torch.float32
+        else None,
     )
+
+
+def _norm_linear(linear: LinearFn, x_TD: Tensor, norm_D: Tensor, eps: float) -> Tensor:
+    assert isinstance(linear, CpuLinear)
+    return linear.norm(x_TD, norm_D, eps)
+
+
+def _norm_gated_linear(linear: LinearFn, x_TD: Tensor, norm_D: Tensor, eps: float, activation: Activation) -> Tensor:
+    assert isinstance(linear, CpuLinear)
+    return linear.norm_gated(x_TD, norm_D, eps, activation)
+
+
+def _linear_add(linear: LinearFn, x_TK: Tensor, residual_TD: Tensor) -> None:
+    assert isinstance(linear, CpuLinear)
+    linear.add_to(x_TK, residual_TD)
 
 
 def set_num_threads(num_threads: int) -> None:
