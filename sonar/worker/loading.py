@@ -25,6 +25,7 @@ from sonar.models.registry import load_model
 from sonar.ops.registry import select_ops
 from sonar.ops.table import OpTable
 from sonar.packaged_model import Progress, no_progress
+from sonar.weights.finite_weights import FiniteWeights
 from sonar.weights.open_weights import open_weights
 from sonar.worker.draw_plan import Vocabulary
 from sonar.worker.kv_cache import CacheLayout, KVCache
@@ -225,7 +226,7 @@ def _load_weights(
         local = whole
         if ranks is not None:
             weights, local, ops = ranks.shard(weights, whole, ops)
-        model = load_model(local, weights, ops)
+        model = load_model(local, FiniteWeights(weights), ops)
     del weights
     gc.collect()
     return model, local, ops, max(0, _bytes_in_use(device) - before)
