@@ -68,6 +68,8 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """
     state = StateDir.of_user(environ)
     _check_port(state, args.host, args.port)
+    if not args.model.strip():
+        raise ConfigError("MODEL is empty; give a folder, a .gguf file, a hub id or an alias", param="model")
     engine = engine_config(args)  # before a download: a wrong flag is said at once
     if args.detach:
         from launcher.cli.detach import start_detached

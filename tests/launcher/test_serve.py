@@ -61,6 +61,7 @@ def test_loopback_is_told_from_the_rest() -> None:
     ("arguments", "words"),
     [
         (["no-such-model"], "no-such-model"),
+        ([""], "MODEL is empty"),
         (["x.gguf"], "x.gguf"),
         (["smollm2-135m", "--block-size", "5"], "block_size=5"),
         (["smollm2-135m", "--port", "70000"], "0 to 65535"),
