@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,6 +83,14 @@ def test_blocks_name_a_known_language() -> None:
 def test_the_readme_shows_the_two_commands_of_a_fresh_machine() -> None:
     consoles = "".join(block.text for block in blocks_of(ROOT / "README.md") if block.language == "console")
     assert "./launcher/run_cluster.sh demo" in consoles and "./tests/run.sh" in consoles
+
+
+def test_the_readme_installs_the_client_before_it_uses_it() -> None:
+    """The demo's environment has run-time dependencies only; the one of the tests has the client already."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert not any(name.startswith("openai") for name in project["dependencies"])
+    before, _, _ = (ROOT / "README.md").read_text(encoding="utf-8").partition("from openai import")
+    assert "source .venv/bin/activate && python -m pip install openai" in before
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
