@@ -171,7 +171,7 @@ class Request:
             stop_token_id=token_id if finish is FinishReason.STOP else None,
         )
 
-    def terminal_event(self, finish: FinishReason, stop_token_id: int | None = None) -> TokenEvent:
+    def terminal_event(self, finish: FinishReason, stop_token_id: int | None = None, error: str = "") -> TokenEvent:
         """The event that ends the request without another token."""
         head = self._take_first_event()
         return TokenEvent(
@@ -181,6 +181,7 @@ class Request:
             finish=finish,
             num_cached_tokens=max(0, head.num_cached_tokens) if head else -1,
             stop_token_id=stop_token_id,
+            error=error,
         )
 
     def _take_first_event(self) -> FirstEvent | None:

@@ -42,6 +42,9 @@ _OVERLAPPED = 2
 _SPARE_SHARE = 0.01
 
 
+NOT_A_NUMBER = "the model's output is not a number (NaN): its weights or the compute type's range are at fault"
+
+
 class Scheduler:
     """Owner of the open requests of a replica.
 
@@ -345,7 +348,12 @@ class Scheduler:
     # --- results ---
 
     def _accept(self, request: Request, token_id: int, logprobs: list[Logprob], now: float) -> TokenEvent:
-        """Adds a drawn token to its request, ends the request if that is its last, and reports it."""
+        """Adds a drawn token to its request, ends the request if that is its last, and reports it.
+
+        A negative one is none: the worker's word that the row's logits were not numbers."""
+        if token_id < 0:
+            self._end(request)
+            return request.terminal_event(FinishReason.ERROR, error=NOT_A_NUMBER)
         request.token_ids.append(token_id)
         self.totals.generated_tokens += 1
         # In overlap a block may be computed before its last token is known.

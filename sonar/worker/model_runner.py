@@ -168,12 +168,16 @@ class ModelRunner:
         prompt = None if inputs.prompt is None else self._score_prompt(hidden_TD, inputs.prompt)
         if plan is None or logits_SV is None:
             return StepOutcome(batch.step, 0, None, None, None, prompt)
+        # A hidden state with a NaN spoils every logit, so one column tells; taken now, for the draw overwrites them.
+        is_nan_S = logits_SV[:, 0].isnan()
         drawn = self._sampler.draw(logits_SV, plan, inputs.write_S, greedy_S)
         if stage is not None:
             stage.send_tokens(drawn.token_S)
+        # The history keeps the token that was drawn: the next step may be computing with it already.
+        token_S = drawn.token_S.masked_fill(is_nan_S, -1)
         # Tensor-parallel ranks but the first have no log-probabilities to report.
         asked = None if drawn.logprobs is None else plan.composition.logprobs
-        return StepOutcome(batch.step, num_sampled, drawn.token_S, asked, drawn.logprobs, prompt)
+        return StepOutcome(batch.step, num_sampled, token_S, asked, drawn.logprobs, prompt)
 
     def _forward(self, inputs: StepInputs) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Hidden states of all rows, logits of the sampled ones, and their likeliest tokens if those are known."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from sonar.config import SchedulerConfig
+from sonar.config import LayerKind, SchedulerConfig
+from sonar.kvcache.groups import CacheGroup
+from sonar.kvcache.manager import KVCacheManager
 from sonar.kvcache.request_blocks import RequestBlocks
-from sonar.messages import FinishReason, Logprob
+from sonar.messages import FinishReason, Logprob, StepResult, Submit
 from sonar.request import Request, RequestSpec
 from sonar.sampling_params import SamplingParams
+from sonar.scheduler.admission import RequestLimits
+from sonar.scheduler.scheduler import Scheduler
 
 from .world import World
 
@@ -40,6 +44,22 @@ def test_a_stop_counts_once_min_tokens_were_out_before_it(num_output: int, expec
 
 def test_length_ends_a_request_whatever_min_tokens_says() -> None:
     assert _request(6, max_total=10, min_tokens=9).finish_at(9) is LENGTH
+
+
+def test_a_row_that_was_no_number_ends_its_request_with_an_error_and_no_token() -> None:
+    limits = RequestLimits(64, 100, frozenset({2}))
+    cache = KVCacheManager((CacheGroup(LayerKind.FULL, (0,)),), (32,), 8, enable_prefix_caching=True)
+    scheduler = Scheduler(SchedulerConfig(max_num_requests=4, max_step_tokens=64), limits, cache)
+    for name in "ab":
+        scheduler.add(
+            Submit(incarnation=0, request_id=name, prompt_token_ids=[5, 6], sampling=SamplingParams(seed=0)), 0.0
+        )
+    batch = scheduler.schedule(0.0)
+    assert batch is not None
+    bad, good = scheduler.update(StepResult(step=batch.step, token_ids=[-1, 7]), 0.0)
+    assert (bad.finish, bad.token_ids) == (FinishReason.ERROR, []) and "not a number" in bad.error
+    assert (good.finish, good.token_ids) == (None, [7]) and scheduler.num_open == 1
+    scheduler.check()
 
 
 def test_the_row_of_the_last_prompt_token_is_not_a_prompt_row() -> None:

@@ -207,6 +207,25 @@ class GatedModel(CountingModel):
         return super().forward(batch)
 
 
+class NotANumberModel(CountingModel):
+    def logits(self, hidden_SD):
+        logits_SV = super().logits(hidden_SD)
+        logits_SV[0] = float("nan")
+        return logits_SV
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"seed": 3}])
+def test_a_row_that_is_not_a_number_gets_no_token_and_spoils_no_other(sampling):
+    runner = make_runner(NotANumberModel((0, 8), BLOCK))
+    changes = {"admitted": [admit(0, [1, 2], **sampling), admit(1, [3, 4], **sampling)]}
+    changes["new_blocks"] = blocks(0) + blocks(1)
+    first = runner.submit(step(0, [(0, 0, 2, True), (1, 0, 2, True)], **changes))
+    second = runner.submit(step(1, [(0, 2, 1, True), (1, 2, 1, True)]))
+    for result in (first.result(), second.result()):
+        assert result.token_ids[0] == -1 and 0 <= result.token_ids[1] < VOCAB
+    runner.close()
+
+
 def test_two_steps_may_be_under_way_and_not_three():
     model = GatedModel((0, 8), BLOCK)
     runner = make_runner(model)
