@@ -52,13 +52,14 @@ async def serving(state_dir: Path, model: str, parallel: ParallelConfig, **timeo
         NetworkConfig(http_port=0, control_port=0),
         Timeouts(drain_s=10.0, **timeouts),
     )
+    others = family(os.getpid())  # servers of other tests, and multiprocessing's helper
     head = Head(config, plain_app, agent_command=local_agent_command([FAULTY_ENGINE_FLAG]))
     task = asyncio.create_task(head.run())
     try:
         await is_ready(head, 1)
         yield head
     finally:
-        children = family(os.getpid())
+        children = [child for child in family(os.getpid()) if child not in others]
         head.request_stop()
         await asyncio.wait_for(task, START_S)
         await until(lambda: not alive(children), "children of the head have ended")
