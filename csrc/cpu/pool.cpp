@@ -49,121 +49,74 @@ bool spin_until(Condition done, Clock::duration limit) {
   return done();
 }
 
-constexpr int kMaxChunks = 0xffff;  // of a job: a share's bounds are 16 bits each
-
-// One thread's chunks of the running job: job number << 32 | begin << 16 | end. Its owner takes them from the front, so
-// that it walks through memory in order; a thread without work takes over the back half. The job number keeps late
-// threads off a job until all its shares are dealt out: they would put what they take where a share is yet to come.
-struct alignas(64) Share {
-  std::atomic<uint64_t> range{0};
-
-  static uint32_t begin_of(uint64_t range) { return range >> 16 & 0xffff; }
-  static uint32_t end_of(uint64_t range) { return range & 0xffff; }
-  static bool has_chunks(uint64_t range, uint32_t job) { return range >> 32 == job && begin_of(range) < end_of(range); }
-  static bool has_chunk(uint64_t range, uint32_t job) { return range >> 32 == job && begin_of(range) < end_of(range); }
-
-  // The first chunk of that job, or -1.
-  int take(uint32_t job) {
-    uint64_t seen = range.load(std::memory_order_acquire);
-    while (has_chunk(seen, job)) {
-      if (range.compare_exchange_weak(seen, seen + (1u << 16), std::memory_order_acq_rel, std::memory_order_acquire)) {
-        return static_cast<int>(begin_of(seen));
-      }
-    }
-    return -1;
-  }
-
-  // The back half (of one chunk, all) as a range to put elsewhere; an empty one if there is nothing of that job.
-  uint64_t take_half(uint32_t job) {
-    uint64_t seen = range.load(std::memory_order_acquire);
-    while (has_chunk(seen, job)) {
-      const uint32_t middle = begin_of(seen) + (end_of(seen) - begin_of(seen)) / 2;
-      const uint64_t front = (seen & ~uint64_t{0xffff}) | middle;
-      if (range.compare_exchange_weak(seen, front, std::memory_order_acq_rel, std::memory_order_acquire)) {
-        return (seen & ~uint64_t{0xffff0000}) | static_cast<uint64_t>(middle) << 16;
-      }
-    }
-    return 0;
-  }
-};
-
 // Owns the workers and the one job that runs. A job's fields are written only while no chunk of the previous one is
 // claimed and unfinished; a worker reads them only after it has claimed a chunk.
 struct Pool {
   std::mutex run_mutex;
   std::atomic<int> wanted_threads{1};
   std::vector<pthread_t> workers;
-  Share* shares = nullptr;  // one a thread, the caller's first
-  int num_shares = 0;
 
   void (*fn)(void*, int) = nullptr;
   void* context = nullptr;
+  uint32_t chunks = 0;
 
-  alignas(64) std::atomic<uint32_t> job{0};
+  alignas(64) std::atomic<uint64_t> ticket{0};   // job number << 32 | chunks nobody has claimed
   alignas(64) std::atomic<uint32_t> pending{0};  // chunks not finished
   std::atomic<bool> caller_sleeps{false};
-  alignas(64) std::atomic<uint32_t> sleepers{0};
+  alignas(64) std::atomic<uint32_t> wake_count{0};
+  std::atomic<uint32_t> sleepers{0};
   std::atomic<bool> stop{false};
 
-  void run_chunk(int chunk) {
-    fn(context, chunk);
-    if (pending.fetch_sub(1, std::memory_order_seq_cst) == 1 && caller_sleeps.load(std::memory_order_seq_cst)) {
-      futex_wake(pending, 1);
+  bool has_work() const { return static_cast<uint32_t>(ticket.load(std::memory_order_acquire)) != 0; }
+
+  // Claims and runs chunks until none is left. The job number in the ticket keeps a late claim off the next job.
+  void work() {
+    uint64_t seen = ticket.load(std::memory_order_acquire);
+    while (static_cast<uint32_t>(seen) != 0) {
+      if (!ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+      fn(context, static_cast<int>(chunks - static_cast<uint32_t>(seen)));
+      if (pending.fetch_sub(1, std::memory_order_seq_cst) == 1 && caller_sleeps.load(std::memory_order_seq_cst)) {
+        futex_wake(pending, 1);
+      }
+      seen = ticket.load(std::memory_order_acquire);
     }
   }
 
-  // Runs what is left of this thread's share of a job, then of the others'. Of that job alone: a thread that is late
-  // must not take from a job whose shares are still being dealt, for its own is then dealt over what it has taken.
-  void work(int self, uint32_t number) {
-    for (int victim = self, tried = 0; tried < num_shares;) {
-      for (int chunk; (chunk = shares[self].take(number)) >= 0;) run_chunk(chunk);
-      victim = (victim + 1) % num_shares;
-      const uint64_t taken = victim == self ? 0 : shares[victim].take_half(number);
-      tried = taken ? 0 : tried + 1;
-      if (taken) shares[self].range.store(taken, std::memory_order_release);
-    }
-  }
-
-  void worker_loop(int self) {
-    uint32_t seen = 0;
-    const auto has_news = [&] { return job.load(std::memory_order_acquire) != seen || stop.load(); };
+  void worker_loop() {
     while (!stop.load(std::memory_order_acquire)) {
-      seen = job.load(std::memory_order_acquire);
-      work(self, seen);
-      if (spin_until(has_news, kIdleSpin)) continue;
+      work();
+      if (spin_until([this] { return has_work() || stop.load(std::memory_order_acquire); }, kIdleSpin)) continue;
       sleepers.fetch_add(1, std::memory_order_seq_cst);
-      if (!has_news()) futex_wait(job, seen);
+      const uint32_t seen = wake_count.load(std::memory_order_seq_cst);
+      if (!has_work() && !stop.load(std::memory_order_seq_cst)) futex_wait(wake_count, seen);
       sleepers.fetch_sub(1, std::memory_order_seq_cst);
     }
   }
 
-  void announce() {
-    job.fetch_add(1, std::memory_order_seq_cst);
-    if (sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(job, INT_MAX);
+  void wake_sleepers() {
+    wake_count.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(wake_count, INT_MAX);
   }
 
   void start_workers();
   void stop_workers() {
     stop.store(true, std::memory_order_seq_cst);
-    announce();
+    wake_sleepers();
     for (pthread_t worker : workers) pthread_join(worker, nullptr);
     workers.clear();
     stop.store(false, std::memory_order_seq_cst);
   }
 
   void run(int count, void (*body)(void*, int), void* body_context) {
-    if (num_shares != wanted_threads.load()) start_workers();
+    if (workers.size() + 1 != static_cast<size_t>(wanted_threads.load())) start_workers();
     fn = body;
     context = body_context;
-    pending.store(static_cast<uint32_t>(count), std::memory_order_relaxed);
-    const uint32_t number = job.load(std::memory_order_relaxed) + 1u;
-    for (int i = 0; i < num_shares; ++i) {
-      const uint64_t begin = static_cast<uint64_t>(count) * i / num_shares;
-      const uint64_t end = static_cast<uint64_t>(count) * (i + 1) / num_shares;
-      shares[i].range.store(static_cast<uint64_t>(number) << 32 | begin << 16 | end, std::memory_order_release);
-    }
-    announce();
-    work(0, number);
+    chunks = static_cast<uint32_t>(count);
+    pending.store(chunks, std::memory_order_relaxed);
+    const uint64_t job = (ticket.load(std::memory_order_relaxed) >> 32) + 1;
+    ticket.store(job << 32 | chunks, std::memory_order_seq_cst);
+    wake_sleepers();
+    work();
     const auto done = [this] { return pending.load(std::memory_order_acquire) == 0; };
     if (spin_until(done, kFinishSpin)) return;
     // A worker has lost its core. Sleeping gives it ours, where the scheduler may move it.
@@ -191,24 +144,23 @@ Pool& pool() {
   return *instance;
 }
 
-void* worker_main(void* index) {
-  pool().worker_loop(static_cast<int>(reinterpret_cast<intptr_t>(index)));
+void* worker_main(void*) {
+  pool().worker_loop();
   return nullptr;
 }
 
 void Pool::start_workers() {
   stop_workers();
-  delete[] shares;
-  num_shares = wanted_threads.load();
-  shares = new Share[num_shares];
   // Signals are the business of the threads that existed before.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  for (int i = 1; i < num_shares; ++i) {
+  for (int i = 1; i < wanted_threads; ++i) {
     pthread_t worker;
-    // Where the system allows no more threads, the others do their chunks.
-    if (pthread_create(&worker, nullptr, worker_main, reinterpret_cast<void*>(static_cast<intptr_t>(i))) != 0) break;
+    if (pthread_create(&worker, nullptr, worker_main, nullptr) != 0) {
+      wanted_threads.store(i);  // the system allows no more
+      break;
+    }
     pthread_setname_np(worker, "sonar-cpu");
     workers.push_back(worker);
   }
@@ -233,7 +185,7 @@ int num_threads() { return pool().wanted_threads.load(); }
 
 void parallel_for(int chunks, void (*fn)(void* context, int chunk), void* context) {
   Pool& p = pool();
-  if (chunks > 1 && chunks <= kMaxChunks && p.wanted_threads > 1 && p.run_mutex.try_lock()) {
+  if (chunks > 1 && p.wanted_threads > 1 && p.run_mutex.try_lock()) {
     p.run(chunks, fn, context);
     p.run_mutex.unlock();
     return;

@@ -1,9 +1,8 @@
 // The one pool of threads that every kernel shares, and per-thread scratch memory.
 //
-// Work comes as numbered chunks. Each thread, the caller among them, walks through a share of its own in order and then
-// takes over half of what another has left: a core that another process has taken delays the chunk it holds, not half
-// of the work. Idle threads spin for some tens of microseconds, since the next call of a decode step is that near, then
-// sleep on a futex. Threads are not pinned to single CPUs: the scheduler may move one off a core that others want.
+// Work comes as numbered chunks that threads claim one by one, the caller among them: a core that another process has
+// taken delays the chunk it holds, not half of the work. Idle threads spin for some tens of microseconds, since the
+// next call of a decode step is that near, then sleep on a futex.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +12,8 @@
 void set_num_threads(int n);
 int num_threads();
 
-// Runs fn(context, chunk) for chunk = 0 .. chunks - 1 (fewer than 65,536 to be shared) and returns when all are done. A
-// second thread that calls while one call runs does its chunks by itself. A chunk must not call it.
+// Runs fn(context, chunk) for chunk = 0 .. chunks - 1 and returns when all are done. Never throws. A second thread that
+// calls while one call runs does its chunks by itself. A chunk must not call it.
 void parallel_for(int chunks, void (*fn)(void* context, int chunk), void* context);
 
 template <class Body>

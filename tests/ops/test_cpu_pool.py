@@ -26,17 +26,6 @@ def test_a_thousand_short_calls_on_changing_thread_counts() -> None:
                 assert linear(x_TK[rows]).equal(expected[rows])
 
 
-@pytest.mark.parametrize("threads", [2, 3, 7])
-def test_no_chunk_is_lost_in_a_storm_of_tiny_calls(threads: int) -> None:
-    """Late threads meet the next call's chunks in every state: lost ones hang the caller, doubled ones are seen."""
-    linear = build("int8").linear([random_matrix("Q4_0", 640, 32)], None)
-    x_TK = torch.randn(2, 32)
-    expected = linear(x_TK)
-    with with_threads(threads):
-        results = [linear(x_TK) for _ in range(20_000)]
-    assert all(result.equal(expected) for result in results)
-
-
 def test_callers_in_several_threads_get_their_own_results() -> None:
     linears = [build("int8").linear([random_matrix("Q4_1", 640, 96, seed=seed)], None) for seed in range(4)]
     x_TK = torch.randn(64, 96)
