@@ -29,6 +29,7 @@ from sonar.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerCon
 from sonar.errors import ConfigError
 
 AUTO = "auto"
+KEEP_WORKERS_S = 30.0
 _TOP = ("state_dir", "network", "http", "security", "nodes", "store", "timeouts", "restart", "deployment")
 _HTTP_API = (
     "cors_origins",
@@ -88,6 +89,7 @@ def read_cluster_file(file: Path, default_state_dir: Callable[[int], Path]) -> H
             restart=top.table("restart").build(RestartPolicy),
             token_file=security.get("token_file", Path, None),
             nodes=_nodes(nodes),
+            keep_workers_s=nodes.get("keep_workers_s", float, KEEP_WORKERS_S),
             store=_store(top.table("store")),
         )
     except ConfigError as error:
@@ -138,7 +140,7 @@ def _network(network: Table, http: Table) -> NetworkConfig:
 
 def _nodes(table: Table) -> NodesConfig:
     names = [field.name for field in dataclasses.fields(NodesConfig)]
-    table.check_keys((*names, "head_runs_workers"))
+    table.check_keys((*names, "head_runs_workers", "keep_workers_s"))
     return table.build(NodesConfig, {name: name for name in names})
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.messages import HeadToAgent
-from sonar.messages import LeadReady
+from sonar.messages import LeadReady, Roll
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,21 @@ class RecordIncarnation:
 
 @dataclass(frozen=True)
 class OpenRoute:
-    """The replica takes requests."""
+    """The replica takes requests. roll: of one that has served an earlier head."""
 
     replica_id: str
     incarnation: int
     deployment: str
     ready: LeadReady
+    roll: Roll | None = None
+
+
+@dataclass(frozen=True)
+class AskRoll:
+    """The lead of an incarnation that an earlier head started is to say what it has."""
+
+    replica_id: str
+    incarnation: int
 
 
 @dataclass(frozen=True)
@@ -76,4 +85,4 @@ class Announce:
     is_failure: bool
 
 
-Command = SendToAgent | RecordIncarnation | OpenRoute | DrainRoute | CloseRoute | ResyncRoute | Announce
+Command = SendToAgent | RecordIncarnation | OpenRoute | AskRoll | DrainRoute | CloseRoute | ResyncRoute | Announce

@@ -78,6 +78,8 @@ class Timeouts:
             says when a step will take long: then it has four times what it expects.
         drain_s: for open requests, when a replica or the head stops.
         kill_grace_s: between SIGTERM and SIGKILL.
+        adopt_s: for hosts and leads to say what runs of an earlier head's, before it is started anew.
+        head_loss_s: that workers go on without a head, before their agents end them.
         fence_s: for the exit reports of a killed replica, before its ranks are taken for dead without them.
     """
 
@@ -89,6 +91,8 @@ class Timeouts:
     drain_s: float = 30.0
     kill_grace_s: float = 5.0
     fence_s: float = 10.0
+    adopt_s: float = 5.0
+    head_loss_s: float = 600.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -193,6 +197,7 @@ class ClusterConfig:
     Attributes:
         state_dir: the head's own folder (mode 700): store, token, logs.
         token_file: the join token; None = `join.token` in state_dir. Created when absent.
+        keep_workers_s: how long this host's own agent and workers go on when the head is killed; 0: they die with it.
     """
 
     state_dir: Path
@@ -203,8 +208,11 @@ class ClusterConfig:
     token_file: Path | None = None
     nodes: NodesConfig = field(default_factory=NodesConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
+    keep_workers_s: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.keep_workers_s < 1e6:
+            raise ConfigError(f"keep_workers_s={self.keep_workers_s}; must be 0 or above", param="keep_workers_s")
         for kind, names in (
             ("deployment", [d.name for d in self.deployments]),
             ("served_name", [d.model for d in self.deployments]),

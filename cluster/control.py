@@ -16,6 +16,7 @@ import msgspec
 
 from cluster.commands import (
     Announce,
+    AskRoll,
     CloseRoute,
     Command,
     DrainRoute,
@@ -59,10 +60,23 @@ from cluster.preflight import joining_findings
 from cluster.records import ReplicaState
 from cluster.rendezvous import Rendezvous
 from cluster.requests import RequestTable
+from cluster.roster import Roster
 from cluster.state import ClusterState
 from cluster.status import ClusterStatus, cluster_status, node_status
 from cluster.store.contract import Store
-from sonar.messages import Drain, Fault, HeadToLead, KVEvents, LeadStats, LeadToHead, Pong, RankToHead, Tokens
+from sonar.messages import (
+    Drain,
+    Fault,
+    HeadToLead,
+    KVEvents,
+    LeadStats,
+    LeadToHead,
+    Pong,
+    RankToHead,
+    Roll,
+    TakeRoll,
+    Tokens,
+)
 from sonar.transport import DropReason, PeerId, PeerKind, TransportCounters
 from sonar.transport_server import MessageHandler
 
@@ -91,6 +105,7 @@ class ControlPlane:
 
     Args:
         clock: monotonic seconds.
+        epoch: number of this head; above that of every earlier one.
     """
 
     def __init__(
@@ -100,12 +115,17 @@ class ControlPlane:
         store: Store,
         versions: Mapping[str, str],
         clock: Callable[[], float],
+        epoch: int = 0,
     ) -> None:
-        self.incarnations = IncarnationCeiling(store)
+        self.incarnations, self.roster = IncarnationCeiling(store), Roster(store)
         self.server = server
-        self.state = ClusterState(config.timeouts, config.restart, versions, self.incarnations.floor, config.nodes)
+        self.state = ClusterState(
+            config.timeouts, config.restart, versions, self.incarnations.floor, config.nodes, self.roster.earlier
+        )
         self.state.incarnations.limit = self.incarnations.ceiling
-        self.table = RequestTable(MemoryJournal(), self, clock)
+        self.table = RequestTable(MemoryJournal(epoch), self, clock)
+        if self.state.is_adopting:
+            self.table.recovery.has_begun = True
         self.rendezvous = Rendezvous()
         self._operators = OperatorDesk(self.state, self.feed, self.status, versions)
         self._clock = clock
@@ -145,6 +165,8 @@ class ControlPlane:
         now = self._clock()
         for replica_id, incarnation, reply in self.rendezvous.tick(now):
             self.server.send(PeerId(PeerKind.RANK, f"{replica_id}/{reply.rank}", incarnation), reply.message)
+        if self.table.recovery.has_begun and not self.state.is_adopting:
+            self.table.end_recovery()
         if now >= self._next_table_tick_s:
             self._next_table_tick_s = now + 1.0
             self.table.tick()
@@ -217,6 +239,10 @@ class ControlPlane:
                     self._drop(DropReason.REPEATED)
             case Pong():
                 pass
+            case Roll():
+                # One that opens a route is handed over with it.
+                if not self.table.on_message(peer.name, message):
+                    self.feed(LeadSpoke(peer.name, peer.generation, message))
             case LeadStats():
                 self.table.on_message(peer.name, message)
                 self.feed(LeadSpoke(peer.name, peer.generation, message))
@@ -244,7 +270,9 @@ class ControlPlane:
                 self.rendezvous.forget(replica_id)
                 self.incarnations.saw(incarnation)
             case OpenRoute(replica_id=replica_id, incarnation=incarnation, deployment=deployment, ready=ready):
-                self.table.open_route(replica_id, incarnation, deployment, ready)
+                self.table.open_route(replica_id, incarnation, deployment, ready, command.roll)
+            case AskRoll(replica_id=replica_id, incarnation=incarnation):
+                self.send_to_lead(replica_id, incarnation, TakeRoll(incarnation=incarnation))
             case DrainRoute(replica_id=replica_id, incarnation=incarnation, ask_lead=ask_lead):
                 self.table.drain_route(replica_id, incarnation)
                 if ask_lead:

@@ -7,13 +7,18 @@ decide why an attempt ends (`cluster.requests`, its only caller).
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
 from cluster.journal import Journal
 from cluster.open_request import OpenRequest, RequestCounters
 from cluster.routing.routes import Route, RouteTable
-from sonar.messages import Abort, HeadToLead, Submit
+from sonar.messages import Abort, HeadToLead, Resume, Submit, TakeRoll
+
+# Until a replica is asked again what it has; and until an attempt is given up whose tokens it was asked for.
+ROLL_S = 1.0
+RESUME_S = 5.0
 
 
 class LeadLink(Protocol):
@@ -36,6 +41,7 @@ class Dispatcher:
         self._link = link
         self._counters = counters
         self._queues: dict[str, _Queue] = {}
+        self._resuming: deque[tuple[float, Route[OpenRequest], str]] = deque()
 
     def num_waiting(self, deployment: str) -> int:
         """Requests of a deployment that no replica has."""
@@ -82,6 +88,53 @@ class Dispatcher:
                 if attempt.request is not None:
                     self.put_back(attempt.request, now)
 
+    def ask_roll(self, route: Route[OpenRequest], now: float) -> None:
+        """Has a replica say what it computes; the answer comes with `RequestTable.on_message`. Until then tokens may
+        begin after a gap."""
+        route.roll_due_s = now + ROLL_S
+        for attempt in route.attempts.values():
+            attempt.is_after_roll_call = False
+        self._link.send_to_lead(route.replica_id, route.incarnation, TakeRoll(incarnation=route.incarnation))
+
+    def resume(self, route: Route[OpenRequest], wire_id: str, now: float) -> None:
+        """Has a replica tell an attempt's tokens again, from where the client is."""
+        attempt = route.attempts[wire_id]
+        assert attempt.request is not None, wire_id
+        attempt.resume_due_s = now + RESUME_S
+        self._resuming.append((attempt.resume_due_s, route, wire_id))
+        message = Resume(incarnation=route.incarnation, request_id=wire_id, first=attempt.request.num_emitted)
+        if not self._link.send_to_lead(route.replica_id, route.incarnation, message):
+            self.restart(route, [wire_id], now)
+
+    def claim(self, route: Route[OpenRequest], wire_id: str, request: OpenRequest, now: float) -> None:
+        """A waiting request is found to be computed by a replica already, for an earlier head: it goes on there."""
+        self.withdraw(request)
+        request.awaits_holder = False
+        self._journal.adopt(request.entry, route.replica_id, route.incarnation, wire_id)
+        route.add(wire_id, request, 0)
+        self.resume(route, wire_id, now)
+
+    def tick(self, now: float) -> None:
+        """Asks again, and gives up attempts whose tokens did not come."""
+        for route in self.routes:
+            if route.roll_due_s and now >= route.roll_due_s:
+                self.ask_roll(route, now)
+        while self._resuming and now >= self._resuming[0][0]:
+            due_s, route, wire_id = self._resuming.popleft()
+            attempt = route.attempts.get(wire_id)
+            if attempt is not None and attempt.resume_due_s == due_s:
+                self.restart(route, [wire_id], now)
+
+    def release(self, deployment: str) -> None:
+        """No replica is going to say that it has one of the waiting requests."""
+        for request in self.waiting(deployment):
+            request.awaits_holder = False
+        self.run(deployment)
+
+    def abort(self, route: Route[OpenRequest], wire_id: str) -> None:
+        """Has a replica end what nobody reads."""
+        self._send_abort(route, wire_id)
+
     def run(self, deployment: str) -> None:
         """Sends waiting requests to replicas with room, in order; of the suspects one at a time."""
         queue = self._queues.get(deployment, [])
@@ -89,7 +142,7 @@ class Dispatcher:
         while queue:
             item = heapq.heappop(queue)
             request = item[1]
-            if request.strikes.is_suspect and self._has_suspect(deployment):
+            if request.awaits_holder or (request.strikes.is_suspect and self._has_suspect(deployment)):
                 held.append(item)
             elif not self._send(request):
                 held.append(item)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cluster.config import DeploymentConfig
 from cluster.messages import Register, StartFailed, WorkerExited, WorkerRef, WorkerStarted
-from sonar.messages import Drained, Draining, Fault, LeadHello, LeadReady, LeadStats, LoadProgress, StepAhead
+from sonar.messages import Drained, Draining, Fault, LeadHello, LeadReady, LeadStats, LoadProgress, Roll, StepAhead
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class NodeGone:
     reason: str
 
 
-LeadMessage = LeadHello | LoadProgress | LeadReady | LeadStats | StepAhead | Fault | Draining | Drained
+LeadMessage = LeadHello | LoadProgress | LeadReady | Roll | LeadStats | StepAhead | Fault | Draining | Drained
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from prometheus_client import CollectorRegistry
 from cluster.answer_journal import AnswerJournal
 from cluster.config import ClusterConfig
 from cluster.control import ControlPlane
+from cluster.control_port import bind_control
+from cluster.epoch import next_epoch
 from cluster.events import DeploymentApplied, NodeGone
 from cluster.garbage import avoid_collection_pauses
 from cluster.gateway import Gateway
@@ -43,12 +45,12 @@ from cluster.versions import installed_versions
 from sonar.errors import ConfigError
 from sonar.messages import LeadToHead, RankToHead
 from sonar.transport import Address, PeerKind
-from sonar.transport_server import Server
+from sonar.transport_server import Office, Server
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
-CEILING_CHECK_S = 1.0
+REMEMBER_S = 0.5
 LOCAL_NODE = "local"
 # A head that serves one deployment from its own host ends when the first start fails twice.
 START_ATTEMPTS = 2
@@ -147,13 +149,14 @@ class Head:
             },
         )
         opened.callback(server.close)
-        control_address = server.bind(config.network.control_host, config.network.control_port)
+        control_address = bind_control(server, config)
         store = open_store(config.store, config.state_dir)
         opened.callback(store.close)
+        server.office = Office(next_epoch(store))
         journal = AnswerJournal(config.state_dir / "answers.db")
         opened.callback(journal.close)
         self.control_address = control_address
-        self.control = ControlPlane(config, server, store, installed_versions(), time.monotonic)
+        self.control = ControlPlane(config, server, store, installed_versions(), time.monotonic, server.office.epoch)
         state, table = self.control.state, self.control.table
         gateway = HeadGateway(table, partial(served_models, state, table, int(time.time())))
         self.services = HeadServices(gateway, HeadMetrics(self.control).registry, self.control.status, journal)
@@ -166,6 +169,7 @@ class Head:
             token_path=self.config.token_path,
             node_id=LOCAL_NODE,
             state_dir=self.config.state_dir / "agent",
+            outlive_s=self.config.keep_workers_s,
         )
         return LocalAgent(ticket, command, lambda reason: self.control.feed(NodeGone(LOCAL_NODE, None, reason)))
 
@@ -183,7 +187,7 @@ class Head:
         try:
             async with asyncio.TaskGroup() as group:
                 self._startup()
-                routines = [group.create_task(self._tick_forever()), group.create_task(self._raise_ceiling_in_time())]
+                routines = [group.create_task(self._tick_forever()), group.create_task(self._remember_in_time())]
                 group.create_task(self.http.run())
                 if self.agent is not None:
                     group.create_task(self.agent.run())
@@ -206,15 +210,19 @@ class Head:
         for deployment in self.config.deployments:
             self.control.feed(DeploymentApplied(deployment))
 
-    async def _raise_ceiling_in_time(self) -> None:
+    async def _remember_in_time(self) -> None:
         """In a thread: a store that is slow or away holds nothing up here."""
+        control = self.control
         while True:
-            await asyncio.sleep(CEILING_CHECK_S)
-            if self.control.incarnations.is_near:
-                try:
-                    await asyncio.to_thread(self.control.incarnations.raise_ceiling)
-                except StoreUnavailableError as error:
-                    logger.warning("%s; serving goes on, and it is asked again", error)
+            await asyncio.sleep(REMEMBER_S)
+            try:
+                if control.incarnations.is_near:
+                    await asyncio.to_thread(control.incarnations.raise_ceiling)
+                nodes = control.state.nodes_with_workers
+                if control.state.adoption.is_over and control.roster.is_stale(nodes):
+                    await asyncio.to_thread(control.roster.save, nodes)
+            except StoreUnavailableError as error:
+                logger.warning("%s; serving goes on, and it is asked again", error)
 
     async def _tick_forever(self) -> None:
         shown: object = None

@@ -8,10 +8,12 @@ that, and a head that is started again admits the sequences with what they had e
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cluster.gateway import GenerateRequest
 from sonar.messages import FinishReason
+
+ATTEMPTS_PER_HEAD = 1 << 20
 
 
 @dataclass
@@ -21,7 +23,7 @@ class JournalEntry:
     Attributes:
         number: counts admissions; the order of equal priorities.
         emitted_token_ids: handed to the client, each once.
-        replica_id, incarnation: who computes it; "" while it waits. attempt: how often it was sent to a replica.
+        replica_id, incarnation: who computes it; "" while it waits. attempt: number of the present or last one.
     """
 
     number: int
@@ -38,6 +40,19 @@ class JournalEntry:
         return f"{self.request.request_id}~{self.attempt}"
 
 
+class WireId(NamedTuple):
+    """A wire id taken apart."""
+
+    request_id: str
+    attempt: int
+
+    @classmethod
+    def parse(cls, wire_id: str) -> WireId:
+        """Of what any head has sent."""
+        request_id, _, attempt = wire_id.rpartition("~")
+        return cls(request_id, int(attempt))
+
+
 class Journal(Protocol):
     """Keeper of open requests."""
 
@@ -47,6 +62,10 @@ class Journal(Protocol):
 
     def assign(self, entry: JournalEntry, replica_id: str, incarnation: int) -> None:
         """A new attempt begins there; replica_id "" takes the request back from where it was."""
+        ...
+
+    def adopt(self, entry: JournalEntry, replica_id: str, incarnation: int, wire_id: str) -> None:
+        """An attempt that an earlier head began there is this request's from now on."""
         ...
 
     def append(self, entry: JournalEntry, token_ids: list[int]) -> None:
@@ -63,9 +82,14 @@ class Journal(Protocol):
 
 
 class MemoryJournal:
-    """Implements `Journal` for as long as its head lives."""
+    """Implements `Journal` for as long as its head lives.
 
-    def __init__(self) -> None:
+    Args:
+        epoch: of the head; attempts of different heads never have the same number.
+    """
+
+    def __init__(self, epoch: int = 0) -> None:
+        self._last_number_before = epoch * ATTEMPTS_PER_HEAD
         self._entries: dict[int, JournalEntry] = {}
         self._next_number = 0
 
@@ -77,7 +101,12 @@ class MemoryJournal:
 
     def assign(self, entry: JournalEntry, replica_id: str, incarnation: int) -> None:
         entry.replica_id, entry.incarnation = replica_id, incarnation
-        entry.attempt += bool(replica_id)
+        if replica_id:
+            entry.attempt = max(entry.attempt, self._last_number_before) + 1
+
+    def adopt(self, entry: JournalEntry, replica_id: str, incarnation: int, wire_id: str) -> None:
+        entry.replica_id, entry.incarnation = replica_id, incarnation
+        entry.attempt = WireId.parse(wire_id).attempt
 
     def append(self, entry: JournalEntry, token_ids: list[int]) -> None:
         entry.emitted_token_ids.extend(token_ids)

@@ -25,6 +25,7 @@ class LocalOptions:
     Attributes:
         deployment: `engine_config.model` is a path of this host (the API reads the tokenizer from it).
         state_dir: this server's own folder; two servers need two.
+        keep_workers_s: see `ClusterConfig`.
     """
 
     deployment: DeploymentConfig
@@ -34,6 +35,7 @@ class LocalOptions:
     api: ApiSettings = field(default_factory=ApiSettings)
     timeouts: Timeouts = field(default_factory=Timeouts)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
+    keep_workers_s: float = 0.0
 
 
 def serve_local(
@@ -58,6 +60,7 @@ def serve_local(
         network=NetworkConfig(options.http_host, options.http_port, control_host="127.0.0.1", control_port=0),
         timeouts=options.timeouts,
         restart=options.restart,
+        keep_workers_s=options.keep_workers_s,
     )
 
     def make_app(services: HeadServices) -> Any:

@@ -62,12 +62,15 @@ class WorkerRef(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 class RunningWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker that lives. devices: accelerators it holds. log_path: on its host."""
+    """A worker that lives. devices: accelerators it holds. log_path: on its host. world_size, settings: as in the
+    `StartWorker` that it was started by."""
 
     worker: WorkerRef
     pid: int
     devices: list[int]
     log_path: str
+    world_size: int = 1
+    settings: str = ""
 
 
 # --- agent -> head --------------------------------------------------------------------------------------------------
@@ -159,9 +162,12 @@ AgentToHead = Register | Heartbeat | WorkerStarted | StartFailed | WorkerExited 
 
 
 class Registered(_Message, frozen=True, kw_only=True):
-    """Head -> agent: answer to `Register`: the host is a member. Heartbeats follow at the interval given."""
+    """Head -> agent: answer to `Register`: the host is a member. Heartbeats follow at the interval given.
+
+    `head_loss_s`: without a head for so long, the agent ends its workers."""
 
     heartbeat_interval_s: float
+    head_loss_s: float = 600.0
 
 
 class Refused(_Message, frozen=True, kw_only=True):
@@ -184,6 +190,7 @@ class StartWorker(_Message, frozen=True, kw_only=True):
         world_size: ranks of the replica, over all hosts.
         devices: accelerators this rank alone uses; empty on a CPU.
         engine: key of the agent's table of engines.
+        settings: digest of what the replica is started with, told again in `RunningWorker`.
     """
 
     worker: WorkerRef
@@ -191,6 +198,7 @@ class StartWorker(_Message, frozen=True, kw_only=True):
     devices: list[int]
     engine: str
     engine_config: EngineConfig
+    settings: str = ""
 
 
 class StopWorker(_Message, frozen=True, kw_only=True):

@@ -90,6 +90,8 @@ class HeadMetrics(Collector):
             ("sonar_tokens", "Tokens handed out", counters.tokens),
             ("sonar_migrations", "Attempts that broke off and were begun again", counters.migrations),
             ("sonar_tokens_replayed", "Emitted tokens that a replica was told again", counters.tokens_replayed),
+            ("sonar_attempts_resumed", "Sequences taken over without computing again", counters.resumed),
+            ("sonar_attempts_abandoned", "Sequences of an earlier head that nobody came for", counters.abandoned),
             ("sonar_requests_convicted", "Requests failed for ending replicas", counters.convicted),
             ("sonar_sequence_gaps", "Gaps in numbered messages", counters.sequence_gaps),
             ("sonar_repeated_tokens", "Tokens that came twice and were dropped", counters.repeated_tokens),

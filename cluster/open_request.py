@@ -25,6 +25,7 @@ class OpenRequest:
     Attributes:
         queued_s: since when it has been waiting for a replica.
         broken_s: since when its replica is dead; None while tokens can flow.
+        awaits_holder: an earlier head began it; it is sent nowhere until it is known which replica has it, if any.
         has_prompt_news: the first event's prompt figures were handed out; a later attempt's are not, again.
     """
 
@@ -34,6 +35,7 @@ class OpenRequest:
     queued_s: float
     strikes: Strikes = field(default_factory=Strikes)
     broken_s: float | None = None
+    awaits_holder: bool = False
     has_prompt_news: bool = False
     is_done: bool = False
 
@@ -53,7 +55,9 @@ class RequestCounters:
     """What metrics read.
 
     Attributes:
-        tokens_replayed: emitted tokens that a replica had to be told again. convicted: see `cluster.suspects`.
+        tokens_replayed: emitted tokens that a replica had to be told again.
+        resumed: attempts that went on after the head or the connection was new, without being computed again.
+        abandoned: of an earlier head, ended because nobody came for them. convicted: see `cluster.suspects`.
         late_events: of attempts that were given up. pauses_s: the clients' waits over a replica's death, until whoever
             observes them takes them out; at most MAX_PAUSES_KEPT.
     """
@@ -64,6 +68,8 @@ class RequestCounters:
     finished: Counter[FinishReason] = field(default_factory=Counter)
     migrations: int = 0
     tokens_replayed: int = 0
+    resumed: int = 0
+    abandoned: int = 0
     convicted: int = 0
     sequence_gaps: int = 0
     repeated_tokens: int = 0

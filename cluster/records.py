@@ -24,12 +24,14 @@ class NodeState(Enum):
 class ReplicaState(Enum):
     """Life of a replica; one incarnation lives from STARTING to the end of STOPPING.
 
-    PLACING: waits for room. STARTING: workers are being spawned. LOADING: they run, the engine is being built. READY:
+    PLACING: waits for room. ADOPTING: workers that an earlier head started run; the rest of them, or their lead's word,
+    is waited for. STARTING: workers are being spawned. LOADING: they run, the engine is being built. READY:
     takes requests. DRAINING: finishes open ones. STOPPING: killed or asked to end, exits awaited. BACKOFF: waits before
     the next start. FAILED: gave up (see `RestartPolicy`). STOPPED: gone, as wanted.
     """
 
     PLACING = "placing"
+    ADOPTING = "adopting"
     STARTING = "starting"
     LOADING = "loading"
     READY = "ready"
@@ -42,7 +44,15 @@ class ReplicaState(Enum):
 
 # What an event of another replica or node may end: see `ReplicaRecord.pending`.
 PENDING_STATES = frozenset({ReplicaState.PLACING, ReplicaState.BACKOFF, ReplicaState.STOPPED})
-ALIVE_STATES = frozenset({ReplicaState.STARTING, ReplicaState.LOADING, ReplicaState.READY, ReplicaState.DRAINING})
+ALIVE_STATES = frozenset(
+    {
+        ReplicaState.ADOPTING,
+        ReplicaState.STARTING,
+        ReplicaState.LOADING,
+        ReplicaState.READY,
+        ReplicaState.DRAINING,
+    }
+)
 
 
 @dataclass
@@ -174,7 +184,10 @@ class ReplicaRecord:
     """One engine instance over all its incarnations.
 
     Attributes:
-        due_s: the deadline of STARTING, DRAINING and STOPPING, or when the next start is due (BACKOFF, FAILED).
+        num_ranks: of the present incarnation, also while not all of them are known.
+        ask_s: when the lead of an adopted incarnation is asked (again) what it has.
+        due_s: the deadline of ADOPTING, STARTING, DRAINING and STOPPING, or when the next start is due (BACKOFF,
+            FAILED).
         since_s: when the state began. news_s: last word of the engine loop.
         step_expected_s: of the step that it computes, when that is a long one; else 0.
         note: why it waits, for people. is_routed: an OpenRoute has not been closed. is_wanted: it shall run.
@@ -189,6 +202,9 @@ class ReplicaRecord:
     state: ReplicaState = ReplicaState.PLACING
     incarnation: int = 0
     ranks: dict[int, RankRecord] = field(default_factory=dict)
+    num_ranks: int = 0
+    ask_s: float = math.inf
+    is_adopted: bool = False
     since_s: float = 0.0
     due_s: float = math.inf
     news_s: float = 0.0

@@ -10,17 +10,29 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from cluster.commands import Announce, CloseRoute, Command, DrainRoute, OpenRoute, RecordIncarnation, SendToAgent
+from cluster.adoption import settings_digest
+from cluster.commands import (
+    Announce,
+    AskRoll,
+    CloseRoute,
+    Command,
+    DrainRoute,
+    OpenRoute,
+    RecordIncarnation,
+    SendToAgent,
+)
 from cluster.config import DeploymentConfig, RestartPolicy, Timeouts
-from cluster.messages import HeadToAgent, KillReplica, StartFailed, StartWorker, StopWorker, WorkerExited
+from cluster.messages import HeadToAgent, KillReplica, RunningWorker, StartFailed, StartWorker, StopWorker, WorkerExited
 from cluster.placement import RankPlacement
 from cluster.records import ALIVE_STATES, NodeRecord, NodeState, RankRecord, ReplicaRecord, ReplicaState, StartProgress
-from sonar.messages import LeadReady
+from sonar.messages import LeadReady, Roll
 from sonar.process import EXIT_USER_ERROR, describe_exit
 
 # A step that takes so many times what was expected of it hangs.
 STEP_MARGIN = 4.0
-_LOADING_STATES = (ReplicaState.STARTING, ReplicaState.LOADING)
+# Until a lead that has not answered is asked again.
+ASK_INTERVAL_S = 1.0
+_LOADING_STATES = (ReplicaState.ADOPTING, ReplicaState.STARTING, ReplicaState.LOADING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +78,7 @@ class ReplicaLife:
         """PLACING -> STARTING under the incarnation that the record already carries."""
         out.append(RecordIncarnation(replica.replica_id, replica.incarnation))
         replica.ranks = {p.rank: RankRecord(p.node_id, p.devices) for p in placed}
+        replica.num_ranks, replica.is_adopted = len(placed), False
         for place in placed:
             self._nodes[place.node_id].assign(replica.worker(place.rank), place.devices)
         replica.progress = StartProgress(phase="spawn", changed_s=now)
@@ -80,8 +93,38 @@ class ReplicaLife:
                 devices=list(place.devices),
                 engine=config.engine,
                 engine_config=dataclasses.replace(engine, parallel=parallel),
+                settings=settings_digest(config),
             )
             self._send(place.node_id, message, out)
+
+    def adopt(
+        self, replica: ReplicaRecord, node: NodeRecord, item: RunningWorker, out: list[Command], now: float
+    ) -> None:
+        """PLACING -> ADOPTING with the first rank that is found to run under an earlier head; then the other ranks."""
+        ref = item.worker
+        if replica.state is not ReplicaState.ADOPTING:
+            replica.incarnation, replica.num_ranks, replica.is_adopted = ref.incarnation, item.world_size, True
+            replica.ranks, replica.ready, replica.note = {}, None, ""
+            replica.progress = StartProgress(phase="adopt", changed_s=now)
+            replica.enter(ReplicaState.ADOPTING, now, now + self._timeouts.adopt_s)
+        replica.ranks[ref.rank] = RankRecord(node.node_id, tuple(item.devices), item.pid, item.log_path)
+        node.assign(ref, tuple(item.devices))
+        node.running.add(ref)
+        self.ask_roll(replica, out, now)
+
+    @staticmethod
+    def ask_roll(replica: ReplicaRecord, out: list[Command], now: float) -> None:
+        """ADOPTING: once all ranks are known to run, the lead is to say what it has."""
+        if len(replica.ranks) == replica.num_ranks:
+            replica.ask_s = now + ASK_INTERVAL_S
+            out.append(AskRoll(replica.replica_id, replica.incarnation))
+
+    def still_loads(self, replica: ReplicaRecord, out: list[Command], now: float) -> None:
+        """ADOPTING -> LOADING. Several ranks end: what they told each other went through the earlier head."""
+        if replica.num_ranks == 1 and replica.ranks:
+            replica.enter(ReplicaState.LOADING, now)
+        elif replica.num_ranks > 1:
+            self.end(replica, End("its ranks had not met when the head was lost", is_failure=False), out, now)
 
     def worker_started(self, replica: ReplicaRecord, rank: int, pid: int, log_path: str, now: float) -> None:
         """An agent spawned a rank."""
@@ -130,15 +173,21 @@ class ReplicaLife:
         elif replica.state is ReplicaState.STOPPING:
             self._finish_if_dead(replica, out, now)
 
-    def became_ready(self, replica: ReplicaRecord, ready: LeadReady, out: list[Command], now: float) -> None:
-        """LOADING -> READY."""
+    def became_ready(
+        self, replica: ReplicaRecord, ready: LeadReady, out: list[Command], now: float, roll: Roll | None = None
+    ) -> None:
+        """LOADING or ADOPTING -> READY."""
         seconds = now - replica.since_s
         replica.ready, replica.news_s, replica.was_ready, replica.is_routed = ready, now, True, True
         replica.step_expected_s = 0.0
         replica.max_model_len = ready.max_model_len
         replica.enter(ReplicaState.READY, now)
-        out.append(OpenRoute(replica.replica_id, replica.incarnation, replica.deployment, ready))
-        out.append(Announce(f"{_title(replica)} is ready, loaded in {seconds:.1f} s", is_failure=False))
+        out.append(OpenRoute(replica.replica_id, replica.incarnation, replica.deployment, ready, roll))
+        if roll is not None:
+            text = f"{_title(replica)} is taken over as it runs, with {len(roll.requests)} requests"
+        else:
+            text = f"{_title(replica)} is ready, loaded in {seconds:.1f} s"
+        out.append(Announce(text, is_failure=False))
         out.extend(Announce(f"{replica.replica_id}: {notice}", is_failure=True) for notice in ready.notices)
 
     def drain(self, replica: ReplicaRecord, out: list[Command], now: float, *, ask_lead: bool) -> None:
@@ -177,6 +226,13 @@ class ReplicaLife:
             return  # nearly all of them, nearly always
         waited_s = now - replica.since_s
         match replica.state:
+            case ReplicaState.ADOPTING if now >= replica.due_s:
+                missing = [number for number in range(replica.num_ranks) if number not in replica.ranks]
+                what = f"ranks {missing} were not found" if missing else "its lead did not say what it has"
+                end = End(f"{what} within {waited_s:.0f} s of the head's start", is_failure=False)
+                self.end(replica, end, out, now)
+            case ReplicaState.ADOPTING if now >= replica.ask_s:
+                self.ask_roll(replica, out, now)
             case ReplicaState.STARTING if now >= replica.due_s:
                 missing = [number for number, rank in replica.ranks.items() if not rank.pid]
                 self.end(replica, End(f"ranks {missing} were not spawned within {waited_s:.0f} s"), out, now)

@@ -16,13 +16,14 @@ import msgspec
 from cluster.config import DeploymentConfig
 from cluster.dispatcher import Dispatcher, LeadLink
 from cluster.gateway import GenerateRequest
-from cluster.journal import Journal
+from cluster.held import Holder, Recovery
+from cluster.journal import Journal, WireId
 from cluster.open_request import OpenRequest, RequestCounters, news_of, terminal_event
 from cluster.routing.routes import Route
 from cluster.streams import RequestStream
 from cluster.suspects import strike_all
 from sonar.errors import CapacityError, UserError
-from sonar.messages import FinishReason, KVEvents, LeadReady, LeadStats, TokenEvent, Tokens
+from sonar.messages import FinishReason, KVEvents, LeadReady, LeadStats, Roll, TokenEvent, Tokens
 
 Clock = Callable[[], float]
 # What a `Submit` may hold, so that it fits a frame of the transport also when as many tokens have been emitted: a token
@@ -36,10 +37,14 @@ class RequestTable:
 
     Args:
         clock: monotonic seconds.
+
+    Attributes:
+        recovery: begun by whoever knows that replicas of an earlier head may run, before the first request.
     """
 
     def __init__(self, journal: Journal, link: LeadLink, clock: Clock) -> None:
         self.counters = RequestCounters()
+        self.recovery = Recovery(clock())
         self._journal = journal
         self._clock = clock
         self._dispatcher = Dispatcher(journal, link, self.counters)
@@ -72,6 +77,13 @@ class RequestTable:
         """The head stops: open requests go on, new ones are refused."""
         self._is_closed = True
 
+    def end_recovery(self) -> None:
+        """Every replica that runs has said what it has."""
+        if self.recovery.has_begun:
+            self.recovery.has_begun = False
+            for config in self._deployments.values():
+                self._dispatcher.release(config.name)
+
     def open(self, request: GenerateRequest, *, ignore_limit: bool = False) -> RequestStream:
         """Admits a request and sends it on its way.
 
@@ -98,7 +110,10 @@ class RequestTable:
         opened = OpenRequest(entry, config.name, RequestStream(), self._clock())
         opened.has_prompt_news = bool(entry.emitted_token_ids)
         self._open[request.request_id] = opened
+        opened.awaits_holder = self.recovery.has_begun and request.emitted_token_ids is not None
         self._dispatcher.put(opened, self._clock())
+        if request.emitted_token_ids is not None:
+            self._claim(opened)
         self._dispatcher.run(config.name)
         return opened.stream
 
@@ -120,18 +135,30 @@ class RequestTable:
         now = self._clock()
         for route in self._routes:
             route.set_reachable(True)
+        self._dispatcher.tick(now)
         for config in self._deployments.values():
             for request in self._dispatcher.waiting(config.name):
                 if now - request.queued_s > config.queue_timeout_s:
                     self._fail(request, f"no replica of {config.model} took it within {config.queue_timeout_s:.0f} s")
             self._dispatcher.run(config.name)
+        if now >= self.recovery.claim_until_s:
+            for holder in self.recovery.held.take_all():
+                self._abandon(holder)
         self._fail_undeployed()
 
     # --- replicas ---------------------------------------------------------------------------------------------------
 
-    def open_route(self, replica_id: str, incarnation: int, deployment: str, ready: LeadReady) -> None:
-        """A replica takes requests; those that waited for one go there."""
-        self._routes.open(replica_id, incarnation, deployment, ready)
+    def open_route(
+        self, replica_id: str, incarnation: int, deployment: str, ready: LeadReady, roll: Roll | None = None
+    ) -> None:
+        """A replica takes requests; those that waited for one go there.
+
+        Args:
+            roll: of one that has served an earlier head.
+        """
+        route = self._routes.open(replica_id, incarnation, deployment, ready)
+        if roll is not None:
+            self._on_roll(route, roll)
         self._dispatcher.run(deployment)
 
     def drain_route(self, replica_id: str, incarnation: int) -> None:
@@ -149,6 +176,7 @@ class RequestTable:
         if route is None:
             return False
         self._routes.close(route)
+        self.recovery.held.forget(replica_id)
         now = self._clock()
         present = [attempt.request for attempt in route.attempts.values() if attempt.request is not None]
         convicted = strike_all([(r.strikes, r.num_emitted) for r in present]) if blames_requests else None
@@ -162,16 +190,15 @@ class RequestTable:
         return convicted is not None
 
     def resync_route(self, replica_id: str, incarnation: int) -> None:
-        """The connection was made anew: whatever was sent or said may be lost, so every attempt begins again."""
+        """The connection was made anew: whatever was sent or said may be lost. The replica is asked what it has."""
         route = self._routes.get(replica_id, incarnation)
         if route is not None:
             route.next_sequence = None
             route.set_reachable(True)
             route.index.forget()
-            self._dispatcher.restart(route, route.attempts, self._clock())
-            self._dispatcher.run(route.deployment)
+            self._dispatcher.ask_roll(route, self._clock())
 
-    def on_message(self, replica_id: str, message: Tokens | KVEvents | LeadStats) -> bool:
+    def on_message(self, replica_id: str, message: Tokens | KVEvents | LeadStats | Roll) -> bool:
         """What a serving lead says. False when its incarnation does not serve, or it has said that before."""
         route = self._routes.get(replica_id, message.incarnation)
         if route is None:
@@ -183,25 +210,52 @@ class RequestTable:
                 self.counters.sequence_gaps += not route.index.apply(message)
             case LeadStats():
                 route.stats = message
+            case Roll():
+                self._on_roll(route, message)
             case _:
                 assert_never(message)
         return True
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
+    def _on_roll(self, route: Route[OpenRequest], roll: Roll) -> None:
+        """A replica says what it has. Attempts go on from where their clients are, or begin again if it has them not;
+        what an earlier head had it compute is kept for who comes back for it."""
+        route.next_sequence, route.roll_due_s = roll.next_sequence, 0.0
+        now = self._clock()
+        held = {request.request_id: request for request in roll.requests}
+        for wire_id, attempt in list(route.attempts.items()):
+            told = held.pop(wire_id, None)
+            if told is None and attempt.is_after_roll_call:
+                continue
+            if attempt.request is None:
+                if told is None or told.is_finished:
+                    route.remove(wire_id)
+                else:
+                    self._dispatcher.abort(route, wire_id)
+            elif told is not None and told.first <= attempt.request.num_emitted <= told.end:
+                self._dispatcher.resume(route, wire_id, now)
+            else:
+                self._dispatcher.restart(route, [wire_id], now)
+        for told in held.values():
+            self.recovery.held.put(Holder(route.replica_id, roll.incarnation, told))
+            opened = self._open.get(WireId.parse(told.request_id).request_id)
+            if opened is not None and not opened.entry.replica_id:
+                self._claim(opened)
+        self._dispatcher.run(route.deployment)
+
     def _on_tokens(self, route: Route[OpenRequest], message: Tokens) -> bool:
         if route.next_sequence is not None and message.sequence < route.next_sequence:
             return False
         is_gap = route.next_sequence is not None and message.sequence > route.next_sequence
         route.next_sequence = message.sequence + 1
-        told = {event.request_id for event in message.events}
         if is_gap:
-            # What was lost may have been an end: attempts that this message does not carry on begin again.
+            # What was lost may have been an end, of any attempt.
             self.counters.sequence_gaps += 1
-            self._dispatcher.restart(route, [w for w in route.attempts if w not in told], self._clock())
+            self._dispatcher.ask_roll(route, self._clock())
         for event in message.events:
             self._on_event(route, event)
-        if is_gap or any(event.finish is not None for event in message.events):
+        if any(event.finish is not None for event in message.events):
             self._dispatcher.run(route.deployment)
         return True
 
@@ -212,10 +266,14 @@ class RequestTable:
             return
         request = attempt.request
         if request is not None and event.first > request.num_emitted:
-            self.counters.sequence_gaps += 1
-            self._dispatcher.restart(route, [event.request_id], self._clock())
-            self._dispatcher.run(route.deployment)
+            # What is missing has been asked for, unless nobody has noticed so far.
+            if not route.roll_due_s and not attempt.resume_due_s:
+                self.counters.sequence_gaps += 1
+                self._dispatcher.resume(route, event.request_id, self._clock())
             return
+        if attempt.resume_due_s:
+            attempt.resume_due_s = 0.0
+            self.counters.resumed += 1
         route.saw_token(attempt)
         if event.finish is not None:
             route.remove(event.request_id)
@@ -237,6 +295,19 @@ class RequestTable:
             self._finish(request, event)
         elif event.token_ids:
             request.stream.push(event)
+
+    def _claim(self, request: OpenRequest) -> None:
+        """Has a waiting request go on at the replica that has it, if one does."""
+        holder = self.recovery.held.take(request.entry.request.request_id, request.num_emitted)
+        route = None if holder is None else self._routes.get(holder.replica_id, holder.incarnation)
+        if holder is not None and route is not None:
+            self._dispatcher.claim(route, holder.request.request_id, request, self._clock())
+
+    def _abandon(self, holder: Holder) -> None:
+        route = self._routes.get(holder.replica_id, holder.incarnation)
+        if route is not None and not holder.request.is_finished:
+            self.counters.abandoned += 1
+            self._dispatcher.abort(route, holder.request.request_id)
 
     def _fail_undeployed(self) -> None:
         names = {config.name for config in self._deployments.values()}

@@ -8,9 +8,10 @@ tests that feed it years of faults in a second.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import assert_never
 
+from cluster.adoption import AdoptionWindow, is_adoptable
 from cluster.commands import Announce, Command, ResyncRoute, SendToAgent
 from cluster.config import DeploymentConfig, NodesConfig, RestartPolicy, Timeouts
 from cluster.events import (
@@ -38,6 +39,7 @@ from cluster.messages import (
     Register,
     RegisterAgain,
     Registered,
+    RunningWorker,
     StartFailed,
     WorkerExited,
     WorkerRef,
@@ -48,7 +50,7 @@ from cluster.records import ALIVE_STATES, IncarnationNumbers, NodeRecord, NodeSt
 from cluster.replica_life import End, ReplicaLife
 from cluster.roll_call import RollCall
 from cluster.rolling_restart import mark_for_restart, next_to_restart
-from sonar.messages import Drained, Draining, Fault, LeadHello, LeadReady, LeadStats, LoadProgress, StepAhead
+from sonar.messages import Drained, Draining, Fault, LeadHello, LeadReady, LeadStats, LoadProgress, Roll, StepAhead
 from sonar.transport import PROTOCOL_VERSION
 
 # A gap between ticks above this means that the head itself did not run (a stopped or starved process): the silence it
@@ -65,6 +67,7 @@ class ClusterState:
         versions: this head's; an agent with another "sonar" is refused by name.
         incarnation_floor: an earlier head may have given any number up to it, to any replica.
         nodes: hosts to wait for before anything is placed.
+        nodes_before: hosts that had workers under an earlier head; they are waited for likewise, to take those over.
 
     """
 
@@ -75,12 +78,14 @@ class ClusterState:
         versions: Mapping[str, str],
         incarnation_floor: int,
         nodes: NodesConfig = NodesConfig(),  # noqa: B008 - frozen
+        nodes_before: Collection[str] = (),
     ) -> None:
         self.nodes: dict[str, NodeRecord] = {}
         self.deployments: dict[str, DeploymentConfig] = {}
         self.replicas: dict[str, ReplicaRecord] = {}
         self.is_stopping = False
         self.roll_call = RollCall(nodes)
+        self.adoption = AdoptionWindow(nodes_before, timeouts.adopt_s)
         self._timeouts = timeouts
         self._versions = dict(versions)
         self.incarnations = IncarnationNumbers(incarnation_floor)
@@ -92,6 +97,16 @@ class ClusterState:
     def is_stopped(self) -> bool:
         """Whether everything has ended after `StopRequested`."""
         return self.is_stopping and not self.replicas
+
+    @property
+    def is_adopting(self) -> bool:
+        """Whether workers of an earlier head may run that do not serve this one yet."""
+        return not self.adoption.is_over or any(r.state is ReplicaState.ADOPTING for r in self.replicas.values())
+
+    @property
+    def nodes_with_workers(self) -> list[str]:
+        """Hosts where ranks were placed that are not known to have ended."""
+        return [node.node_id for node in self.nodes.values() if node.assigned]
 
     def is_current(self, replica_id: str, incarnation: int) -> bool:
         """Whether messages of that incarnation are to be listened to."""
@@ -179,7 +194,9 @@ class ClusterState:
         if old is not None:
             node.is_drained, node.assigned = old.is_drained, old.assigned
         self.nodes[node_id] = node
-        out.append(SendToAgent(node_id, agent_id, Registered(heartbeat_interval_s=self._timeouts.heartbeat_interval_s)))
+        times = self._timeouts
+        registered = Registered(heartbeat_interval_s=times.heartbeat_interval_s, head_loss_s=times.head_loss_s)
+        out.append(SendToAgent(node_id, agent_id, registered))
         if old is None or old.state is NodeState.LOST or old.agent_id != agent_id:
             out.append(Announce(f"node {node_id} joined", is_failure=False))
         self._compare_workers(node, register, old is not None and old.agent_id == agent_id, out, now)
@@ -209,11 +226,14 @@ class ClusterState:
     def _compare_workers(
         self, node: NodeRecord, register: Register, is_same_agent: bool, out: list[Command], now: float
     ) -> None:
-        """What lives on the host against what should: strangers are killed, missing ranks are dead."""
+        """What lives on the host against what should: what an earlier head started is taken over if it is wanted as it
+        is, other strangers are killed, missing ranks are dead."""
         running = {item.worker: item for item in register.running}
         for ref, item in running.items():
             if self._runs_on(ref, node.node_id):
                 self._life.worker_started(self.replicas[ref.replica_id], ref.rank, item.pid, item.log_path, now)
+            elif self._is_adoptable(node, item):
+                self._life.adopt(self.replicas[ref.replica_id], node, item, out, now)
             else:
                 node.hold(ref, tuple(item.devices))
                 self._kill_stale(node, ref, out)
@@ -227,6 +247,12 @@ class ClusterState:
             if missing:
                 end = End(f"ranks {missing} are not on {node.node_id} any more", is_failure=False)
                 self._life.ranks_lost(replica, missing, end, out, now)
+
+    def _is_adoptable(self, node: NodeRecord, item: RunningWorker) -> bool:
+        replica = self.replicas.get(item.worker.replica_id)
+        if replica is None or self.is_stopping or replica.deployment not in self.deployments:
+            return False
+        return is_adoptable(replica, item, self.deployments[replica.deployment], self.incarnations, node.view)
 
     def _agent_spoke(self, event: AgentSpoke, out: list[Command], now: float) -> None:
         node = self.nodes.get(event.node_id)
@@ -312,21 +338,34 @@ class ClusterState:
         replica = self.replicas.get(event.replica_id)
         if replica is None or not self.is_current(event.replica_id, event.incarnation):
             return
-        node = self.nodes[replica.ranks[0].node_id]
+        lead = replica.ranks.get(0)
+        if lead is None:
+            return  # of an adopted replica, and its agent has not said yet that it runs
+        node = self.nodes[lead.node_id]
         node.seen_s, replica.news_s = now, now
+        is_adopting = replica.state is ReplicaState.ADOPTING
         is_serving = replica.state in (ReplicaState.READY, ReplicaState.DRAINING)
         match event.message:
             case LeadHello():
                 replica.progress.changed_s = now
                 if is_serving:
                     out.append(ResyncRoute(replica.replica_id, replica.incarnation))
+                elif is_adopting:
+                    self._life.ask_roll(replica, out, now)
             case LoadProgress(phase=phase, done=done, total=total):
                 progress = replica.progress
                 if (progress.phase, progress.done, progress.total) != (phase, done, total):
                     progress.phase, progress.done, progress.total, progress.changed_s = phase, done, total, now
+                if is_adopting:
+                    self._life.still_loads(replica, out, now)
             case LeadReady():
-                if not is_serving:
+                if not is_serving and not is_adopting:
                     self._life.became_ready(replica, event.message, out, now)
+                    if replica.is_adopted:  # it may have become ready under the earlier head, and have its requests
+                        out.append(ResyncRoute(replica.replica_id, replica.incarnation))
+            case Roll():
+                if is_adopting and len(replica.ranks) == replica.num_ranks:
+                    self._life.became_ready(replica, event.message.ready, out, now, event.message)
             case LeadStats():
                 replica.step_expected_s = 0.0
             case StepAhead(expected_s=expected_s):
@@ -343,6 +382,9 @@ class ClusterState:
             case Draining():
                 if replica.state is ReplicaState.READY:
                     self._life.drain(replica, out, now, ask_lead=False)
+                elif is_adopting:
+                    end = End("draining", is_failure=False, grace_s=self._timeouts.kill_grace_s)
+                    self._life.end(replica, end, out, now)
             case Drained():
                 self._life.end(replica, End("drained", is_failure=False, grace_s=self._timeouts.kill_grace_s), out, now)
             case _:
@@ -399,13 +441,15 @@ class ClusterState:
         for replica in self.replicas.values():
             replica.news_s = min(now, replica.news_s + gap_s)
             replica.progress.changed_s = min(now, replica.progress.changed_s + gap_s)
-            if replica.state in (ReplicaState.STARTING, ReplicaState.STOPPING):
+            if replica.state in (ReplicaState.ADOPTING, ReplicaState.STARTING, ReplicaState.STOPPING):
                 replica.due_s += gap_s
 
     def _settle(self, out: list[Command], now: float) -> None:
         """After an event: forget what has stopped, start what waits for nothing but room."""
         if not self.roll_call.is_over and (news := self.roll_call.tick(self.nodes_here, now)):
             out.append(Announce(news, is_failure=bool(self.roll_call.failure)))
+        if not self.adoption.is_over and (news := self.adoption.tick(self.nodes_here, now)):
+            out.append(Announce(news, is_failure=True))
         waiting: list[ReplicaRecord] = []
         for replica in list(self._pending.values()):
             if replica.state is ReplicaState.STOPPED:
@@ -414,10 +458,11 @@ class ClusterState:
                 replica.enter(ReplicaState.PLACING, now)
             if replica.state is ReplicaState.PLACING:
                 waiting.append(replica)
-        if waiting and self.roll_call.is_over:
+        if waiting and self.roll_call.is_over and self.adoption.is_over:
             self._place(waiting, out, now)
         elif waiting:
-            note = self.roll_call.note(self.nodes_here)
+            wait = self.roll_call if not self.roll_call.is_over else self.adoption
+            note = wait.note(self.nodes_here)
             for replica in waiting:
                 replica.note = note
 

@@ -130,7 +130,7 @@ def node_status(node: NodeRecord, now: float) -> NodeStatus:
 def _replica(replica: ReplicaRecord, num_open: int, stats: LeadStats | None, now: float) -> ReplicaStatus:
     ranks = [rank for _, rank in sorted(replica.ranks.items())]
     progress, failure = replica.progress, replica.failure
-    is_starting = replica.state in (ReplicaState.STARTING, ReplicaState.LOADING)
+    is_starting = replica.state in (ReplicaState.ADOPTING, ReplicaState.STARTING, ReplicaState.LOADING)
     return ReplicaStatus(
         replica_id=replica.replica_id,
         deployment=replica.deployment,

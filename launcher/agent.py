@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import logging
 import math
 import os
@@ -29,6 +28,7 @@ from typing import assert_never
 import msgspec
 import zmq
 
+from cluster.agent_lock import lock_agent
 from cluster.config import DEFAULT_CONTROL_PORT, check_name
 from cluster.local_agent import AgentCommand, AgentProcess, AgentTicket
 from cluster.messages import (
@@ -66,8 +66,6 @@ logger = logging.getLogger(__name__)
 MARK_VARIABLE = "SONAR_AGENT_STATE"
 EXIT_REFUSED = 3
 TERM_GRACE_S = 5.0
-# Without a head for so long, workers give back what they hold: nobody can use them.
-HEAD_LOSS_S = 600.0
 REMIND_S = 10.0
 
 
@@ -79,6 +77,7 @@ class AgentSettings:
         route: this host's address and interface towards the head, for all traffic between hosts.
         engines: see `launcher.engines`.
         drain_s: how long it waits for the head to move its work away when it is told to end.
+        outlive_s: of a head's own agent: it ends without its head after so long; None for one that waits for a head.
     """
 
     head: Address
@@ -89,6 +88,7 @@ class AgentSettings:
     engines: dict[str, str]
     connect_timeout_s: float
     drain_s: float
+    outlive_s: float | None = None
 
 
 @dataclass
@@ -134,6 +134,7 @@ class Agent:
         self._heartbeat_interval_s = math.inf
         self._next_heartbeat_s = math.inf
         self._connected_s = time.monotonic()
+        self._head_loss_s = math.inf
         self._departure = _Departure()
         self._probed: queue.SimpleQueue[PeersProbed] = queue.SimpleQueue()
 
@@ -202,8 +203,16 @@ class Agent:
                 self._next_heartbeat_s = now + self._heartbeat_interval_s
                 running = [worker.worker for worker in self._supervisor.running()]
                 self._link.send(Heartbeat(memory_available_bytes=available_memory(), running=running))
-        elif now - self._connected_s > HEAD_LOSS_S and self._supervisor.running():
-            logger.warning("no head for %.0f s: ending the workers", HEAD_LOSS_S)
+        else:
+            self._go_on_alone(now - self._connected_s)
+
+    def _go_on_alone(self, alone_s: float) -> None:
+        """Workers compute on without a head, until it is not to be expected that anybody comes for what they have."""
+        outlive_s = self._settings.outlive_s
+        if outlive_s is not None and alone_s > outlive_s and self._departure.exit_code is None:
+            self._end(0, f"its head was gone for {alone_s:.0f} s", TERM_GRACE_S)
+        elif alone_s > self._head_loss_s and self._supervisor.running():
+            logger.warning("no head for %.0f s: ending the workers", alone_s)
             self._supervisor.stop_all(TERM_GRACE_S)
 
     def _wait(self) -> None:
@@ -218,8 +227,9 @@ class Agent:
 
     def _obey(self, message: HeadToAgent) -> None:
         match message:
-            case Registered(heartbeat_interval_s=interval_s):
+            case Registered(heartbeat_interval_s=interval_s, head_loss_s=loss_s):
                 self._heartbeat_interval_s, self._next_heartbeat_s = interval_s, time.monotonic()
+                self._head_loss_s = loss_s
             case Refused(reason=reason):
                 logger.error("the head refused this node: %s", reason)
                 self._end(EXIT_REFUSED, reason, 0.0)
@@ -308,6 +318,7 @@ def local_agent_command(engines: Sequence[str] = ()) -> AgentCommand:
             "--node-id": ticket.node_id,
             "--state-dir": str(ticket.state_dir),
             "--parent-pid": str(os.getpid()),
+            "--outlive-s": str(ticket.outlive_s),
         }
         words = [word for pair in flags.items() for word in pair]
         words += [word for item in engines for word in ("--engine", item)]
@@ -332,6 +343,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drain-timeout-s", type=float, default=40.0, help="s for open requests when it is ended")
     parser.add_argument("--engine", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help="one more engine")
     parser.add_argument("--parent-pid", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--outlive-s", type=float, default=0.0, help=argparse.SUPPRESS)
 
 
 def run_agent(args: argparse.Namespace) -> int:
@@ -350,18 +362,19 @@ def run_agent(args: argparse.Namespace) -> int:
         node_id=args.node_id,
         state_dir=args.state_dir.resolve(),
         engines=engine_table(args.engine),
-        connect_timeout_s=args.connect_timeout_s,
+        connect_timeout_s=args.outlive_s or args.connect_timeout_s,
         drain_s=args.drain_timeout_s,
+        outlive_s=args.outlive_s or None,
     )
-    if args.parent_pid:
+    if args.parent_pid and not args.outlive_s:
         die_with_parent(args.parent_pid)
     os.environ[MARK_VARIABLE] = str(settings.state_dir)
     settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (settings.state_dir / "agent.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"another agent uses {settings.state_dir}; give this one its own --state-dir") from error
+    with contextlib.ExitStack() as stack:
+        lock = lock_agent(settings.state_dir, args.head)
+        if lock is None:
+            raise ConfigError(f"another agent uses {settings.state_dir}; give this one its own --state-dir")
+        stack.enter_context(lock)
         return Agent(settings).run()
 
 

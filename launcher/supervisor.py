@@ -38,14 +38,14 @@ TRIM_INTERVAL_S = 10.0
 
 @dataclass
 class _Worker:
-    """A live process. kill_at_s: when SIGKILL is due; was_asked: its end is wanted."""
+    """A live process. order: by which it was started. kill_at_s: when SIGKILL is due; was_asked: its end is wanted."""
 
     ref: WorkerRef
     process: SpawnProcess
     pid: int
     pidfd: int
     log: WorkerLog
-    devices: list[int]
+    order: StartWorker
     kill_at_s: float = math.inf
     was_asked: bool = False
 
@@ -86,7 +86,14 @@ class Supervisor:
     def running(self) -> list[RunningWorker]:
         """Workers whose exit has not been reported."""
         return [
-            RunningWorker(worker=w.ref, pid=w.pid, devices=w.devices, log_path=str(w.log.path))
+            RunningWorker(
+                worker=w.ref,
+                pid=w.pid,
+                devices=w.order.devices,
+                log_path=str(w.log.path),
+                world_size=w.order.world_size,
+                settings=w.order.settings,
+            )
             for w in self._workers.values()
         ]
 
@@ -128,7 +135,7 @@ class Supervisor:
             if process.pid is not None:
                 process.kill()
             return StartFailed(worker=ref, error=f"cannot start a process: {error}", permanent=False)
-        self._workers[ref] = _Worker(ref, process, pid, pidfd, log, message.devices)
+        self._workers[ref] = _Worker(ref, process, pid, pidfd, log, message)
         self._write_list()
         return WorkerStarted(worker=ref, pid=pid, log_path=str(log.path))
 

@@ -77,7 +77,23 @@ class Ping(_Message, frozen=True, kw_only=True):
     number: int
 
 
-HeadToLead = Submit | Abort | Drain | Ping
+class TakeRoll(_Message, frozen=True, kw_only=True):
+    """Head -> lead: the head, or the connection, is new: what is there? Answered by `Roll` once the lead serves."""
+
+    incarnation: int
+
+
+class Resume(_Message, frozen=True, kw_only=True):
+    """Head -> lead: tell a request's tokens again, from number `first` on. Answered by one `Tokens` with a single event
+    of all there are, terminal if the request has ended; others follow as they come. An id that is not held (any more)
+    is ignored."""
+
+    incarnation: int
+    request_id: RequestId
+    first: int
+
+
+HeadToLead = Submit | Abort | Drain | Ping | TakeRoll | Resume
 
 
 # --- lead -> head ---------------------------------------------------------------------------------------------------
@@ -153,6 +169,33 @@ class Tokens(_Message, frozen=True, kw_only=True):
     incarnation: int
     sequence: int
     events: list[TokenEvent]
+
+
+class HeldRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A request whose tokens a lead can tell again.
+
+    Attributes:
+        first: number of the first token it holds; earlier ones came with `Submit`. end: of the last one, plus 1.
+        is_finished: it has ended; its events are kept for a while.
+    """
+
+    request_id: RequestId
+    first: int
+    end: int
+    is_finished: bool
+
+
+class Roll(_Message, frozen=True, kw_only=True):
+    """Lead -> head: answer to `TakeRoll`: all that it has open, or has ended a short time ago.
+
+    Attributes:
+        next_sequence: that the next `Tokens` will have.
+    """
+
+    incarnation: int
+    ready: LeadReady
+    next_sequence: int
+    requests: list[HeldRequest] = []
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -248,7 +291,18 @@ class Pong(_Message, frozen=True, kw_only=True):
 
 
 LeadToHead = (
-    LeadHello | LoadProgress | LeadReady | Tokens | KVEvents | LeadStats | StepAhead | Fault | Draining | Drained | Pong
+    LeadHello
+    | LoadProgress
+    | LeadReady
+    | Roll
+    | Tokens
+    | KVEvents
+    | LeadStats
+    | StepAhead
+    | Fault
+    | Draining
+    | Drained
+    | Pong
 )
 
 

@@ -2,8 +2,9 @@
 
 Links are ZMQ over TCP: one ROUTER in the head (`sonar.transport_server`), a DEALER in each agent and lead
 (`sonar.transport_client`), CURVE on every socket with keys from the join token (`sonar.transport_keys`). A frame is one
-MessagePack message. Whatever does not decode, is too long, or comes from an unknown peer is counted and dropped: a
-network cannot stop a process. Knows nothing of what the messages mean. Torch-free.
+MessagePack message; a head's comes with its epoch, and who has heard of a later head obeys no earlier one. Whatever
+does not decode, is too long, or comes from an unknown peer is counted and dropped: a network cannot stop a process.
+Knows nothing of what the messages mean. Torch-free.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import msgspec
 
 from sonar.errors import ConfigError, ProtocolError, SonarError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+# In front of each frame from a head: its epoch, big-endian.
+EPOCH_BYTES = 8
 MAX_NAME_BYTES = 160
 
 
@@ -144,6 +147,7 @@ class DropReason(Enum):
     OVERSIZED = "oversized"
     UNKNOWN_PEER = "unknown_peer"
     STALE = "stale_incarnation"
+    DEPOSED = "deposed_head"
     REPEATED = "repeated"
     FAILED = "handler_failed"
 

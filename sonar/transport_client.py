@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from sonar.transport import (
+    EPOCH_BYTES,
     Address,
     Codec,
     DropReason,
@@ -34,6 +36,15 @@ _REFUSED_AFTER = 2
 _ON_WAIT_S = 0.25
 
 
+@dataclass
+class _News:
+    """What the monitor has told. failures: refused handshakes in a row. is_reconnected: nobody has taken it in yet."""
+
+    is_connected: bool = False
+    is_reconnected: bool = False
+    failures: int = 0
+
+
 class Client:
     """Owns the DEALER socket of one process and its monitor.
 
@@ -43,6 +54,9 @@ class Client:
 
     Args:
         incoming: union of the messages that may arrive.
+
+    Attributes:
+        epoch: of the latest head that was heard; messages of an earlier one are dropped.
     """
 
     def __init__(
@@ -50,12 +64,11 @@ class Client:
     ) -> None:
         self.address = address
         self.counters = TransportCounters()
+        self.epoch = 0
         self._settings = settings or TransportSettings()
         self._codec = Codec(incoming, self._settings.max_frame_bytes)
         self._send_lock = threading.Lock()
-        self._reconnected = False
-        self._is_connected = False
-        self._failures = 0
+        self._news = _News()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
         _set_options(self._socket, token, peer, address, self._settings)
@@ -72,7 +85,7 @@ class Client:
     @property
     def is_connected(self) -> bool:
         """Whether the last news of the connection was good."""
-        return self._is_connected
+        return self._news.is_connected
 
     def connect(self, timeout_s: float, on_wait: Callable[[float], None] | None = None) -> None:
         """Connects and waits until both sides have proved their keys; later breaks are mended by libzmq.
@@ -86,7 +99,7 @@ class Client:
         """
         self._socket.connect(self.address.endpoint)
         began_s = time.monotonic()
-        while not self._is_connected and self._failures < _REFUSED_AFTER:
+        while not self._news.is_connected and self._news.failures < _REFUSED_AFTER:
             waited_s = time.monotonic() - began_s
             if waited_s >= timeout_s:
                 break
@@ -94,9 +107,9 @@ class Client:
                 on_wait(waited_s)
             if self._monitor.poll(max(1, int(min(timeout_s - waited_s, _ON_WAIT_S) * 1000))):
                 self._read_monitor()
-        if self._is_connected:
-            self._reconnected = False
-        elif self._failures:
+        if self._news.is_connected:
+            self._news.is_reconnected = False
+        elif self._news.failures:
             raise HandshakeRefusedError(
                 f"{self.address} refused the handshake: the join token is not the one of that head, or something else "
                 "listens there; copy the head's token file to this host"
@@ -120,8 +133,14 @@ class Client:
         return True
 
     def wait_writable(self, timeout_s: float) -> bool:
-        """Waits until `send` would take a message."""
-        return bool(self._socket.poll(int(timeout_s * 1000), zmq.POLLOUT))
+        """Waits until `send` would take a message, or the link has changed."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLOUT)
+        poller.register(self._monitor, zmq.POLLIN)
+        ready = dict(poller.poll(int(timeout_s * 1000)))
+        if self._monitor in ready:
+            self._read_monitor()
+        return self._socket in ready
 
     def receive(self, timeout_s: float, limit: int = 256) -> list[Any]:
         """Messages that have arrived, at most `limit`; waits up to the time for a first one (or news of the link)."""
@@ -135,17 +154,29 @@ class Client:
             except zmq.Again:
                 break
             self.counters.received += 1
-            message = self._codec.decode(frames)
+            message = self._decode(frames)
             if isinstance(message, DropReason):
                 self.counters.dropped[message] += 1
             else:
                 messages.append(message)
         return messages
 
+    def _decode(self, frames: list[bytes]) -> msgspec.Struct | DropReason:
+        """The message, if it is of the latest head that this process has heard of."""
+        if len(frames) != 2 or len(frames[0]) != EPOCH_BYTES:
+            return DropReason.JUNK
+        message = self._codec.decode(frames[1:])
+        if not isinstance(message, DropReason):
+            epoch = int.from_bytes(frames[0], "big")
+            if epoch < self.epoch:
+                return DropReason.DEPOSED
+            self.epoch = epoch
+        return message
+
     def take_reconnected(self) -> bool:
         """Whether the connection was made anew since the last call: say hello again."""
-        reconnected, self._reconnected = self._reconnected, False
-        return reconnected
+        is_reconnected, self._news.is_reconnected = self._news.is_reconnected, False
+        return is_reconnected
 
     def close(self, linger_ms: int | None = None) -> None:
         """Closes, waiting for unsent messages at most the given time (default: the settings')."""
@@ -155,17 +186,18 @@ class Client:
         self._context.term()
 
     def _read_monitor(self) -> None:
+        news = self._news
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.counters.handshakes += 1
-                self._is_connected, self._reconnected, self._failures = True, True, 0
+                news.is_connected, news.is_reconnected, news.failures = True, True, 0
             elif event & FAILED_EVENTS:
                 self.counters.refused += 1
-                self._failures += 1
+                news.failures += 1
             elif event == zmq.EVENT_DISCONNECTED:
-                self.counters.disconnects += self._is_connected
-                self._is_connected = False
+                self.counters.disconnects += news.is_connected
+                news.is_connected = False
 
 
 def _set_options(

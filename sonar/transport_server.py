@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -18,6 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from sonar.errors import ConfigError
 from sonar.transport import (
+    EPOCH_BYTES,
     Address,
     Codec,
     DropReason,
@@ -35,15 +36,28 @@ MessageHandler = Callable[[PeerId, Any], None]
 _BURST = 128
 
 
+class Office(NamedTuple):
+    """By what right a head speaks. epoch: in front of each of its frames.
+
+    is_held: asked before each message; while it is false nobody is sent anything, as if all were away."""
+
+    epoch: int = 0
+    is_held: Callable[[], bool] = lambda: True
+
+
 class Server:
     """Owns the ROUTER socket, its key gate and its monitor.
 
     Args:
         incoming: for each kind of peer, the union of messages it may send.
+
+    Attributes:
+        office: of this head. Set it before the first message.
     """
 
     def __init__(self, token: str, incoming: Mapping[PeerKind, Any], settings: TransportSettings | None = None) -> None:
         self.counters = TransportCounters()
+        self.office = Office()
         self._settings = settings or TransportSettings()
         self._token = token
         self._codecs = {kind: Codec(union, self._settings.max_frame_bytes) for kind, union in incoming.items()}
@@ -95,8 +109,12 @@ class Server:
     def send(self, peer: PeerId, message: msgspec.Struct) -> bool:
         """Queues a message. False when the peer is not connected or does not read; it is then not sent at all."""
         frame = self._codecs[peer.kind].encode(message)
+        if not self.office.is_held():
+            self.counters.unsent += 1
+            return False
+        epoch = self.office.epoch.to_bytes(EPOCH_BYTES, "big")
         try:
-            self._socket.send_multipart([peer.encode(), frame], zmq.NOBLOCK)
+            self._socket.send_multipart([peer.encode(), epoch, frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise

@@ -17,6 +17,7 @@ from sonar.errors import ConfigError, ProtocolError
 from sonar.messages import HeadToLead, LeadHello, LeadToHead, Ping, Pong, Submit
 from sonar.sampling_params import SamplingParams
 from sonar.transport import (
+    EPOCH_BYTES,
     Address,
     Codec,
     DropReason,
@@ -162,7 +163,7 @@ async def test_a_value_out_of_range_is_junk_for_the_client(ends) -> None:
     frame = msgspec.msgpack.encode(good)
     evil = frame.replace(msgspec.msgpack.encode(0.5), msgspec.msgpack.encode(5.5))
     assert evil != frame
-    ends.server._socket.send_multipart([LEAD.encode(), evil])
+    ends.server._socket.send_multipart([LEAD.encode(), bytes(EPOCH_BYTES), evil])
     ends.server.send(LEAD, good)
     messages: list = []
     while not messages:

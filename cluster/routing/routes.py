@@ -33,10 +33,15 @@ R = TypeVar("R")
 class Attempt(Generic[R]):
     """One request sent to one replica. request: None once it was given up and only the replica's last word is awaited.
 
-    pending_tokens: its uncached prompt, until the first token is there."""
+    pending_tokens: its uncached prompt, until the first token is there.
+    resume_due_s: when it is given up unless its tokens, which the replica was asked to tell again, have come; 0 when
+    nothing is asked.
+    is_after_roll_call: sent after the replica was asked what it has, so that its answer may not name it."""
 
     request: R | None
     pending_tokens: int
+    resume_due_s: float = 0.0
+    is_after_roll_call: bool = False
 
 
 @dataclass
@@ -48,6 +53,7 @@ class Route(Generic[R]):
         attempts: by wire id, in the order they were sent.
         next_sequence: number that the next `Tokens` must have; None accepts any (after a reconnect).
         is_reachable: the last message could be sent. is_draining: no new request.
+        roll_due_s: when the replica is asked again what it has; 0 when that is known.
         pending_tokens: sum over the attempts.
     """
 
@@ -61,6 +67,7 @@ class Route(Generic[R]):
     next_sequence: int | None = 0
     is_draining: bool = False
     is_reachable: bool = True
+    roll_due_s: float = 0.0
     pending_tokens: int = 0
     stats: LeadStats | None = None
 
@@ -86,7 +93,8 @@ class Route(Generic[R]):
 
     def add(self, wire_id: str, request: R, pending_tokens: int) -> None:
         """A request was sent there."""
-        self.attempts[wire_id] = Attempt(request, pending_tokens)
+        is_after_roll_call = self.roll_due_s > 0
+        self.attempts[wire_id] = Attempt(request, pending_tokens, is_after_roll_call=is_after_roll_call)
         self.pending_tokens += pending_tokens
         self._reorder()
 

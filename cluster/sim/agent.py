@@ -170,7 +170,14 @@ class SimAgent:
         assert ref not in self.workers, f"{ref} is started twice on {self.node_id}"
         assert not taken & set(message.devices), f"{ref} is put on devices in use: {message.devices} of {self.node_id}"
         pid = self._random.randrange(2, 1 << 22)
-        self.workers[ref] = RunningWorker(worker=ref, pid=pid, devices=message.devices, log_path="/log")
+        self.workers[ref] = RunningWorker(
+            worker=ref,
+            pid=pid,
+            devices=message.devices,
+            log_path="/log",
+            world_size=message.world_size,
+            settings=message.settings,
+        )
         self._beat_frame = b""
         self._send(WorkerStarted(worker=ref, pid=pid, log_path="/log"))
         if ref.rank == 0:

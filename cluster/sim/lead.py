@@ -24,7 +24,10 @@ from sonar.messages import (
     LoadProgress,
     Ping,
     Pong,
+    Resume,
+    Roll,
     Submit,
+    TakeRoll,
     TokenEvent,
     Tokens,
 )
@@ -141,8 +144,18 @@ class SimLead:
                 self._wake()
             case Ping(number=number):
                 self._send(Pong(incarnation=self._ref.incarnation, number=number))
+            case TakeRoll():
+                self._tell_roll()
+            case Resume():
+                pass  # what this lead has told is not kept: its roll is empty, and all begins again
             case _:
                 raise AssertionError(message)
+
+    def _tell_roll(self) -> None:
+        if self._is_ready:
+            incarnation = self._ref.incarnation
+            ready = ready_message(self._ref.replica_id, incarnation)
+            self._send(Roll(incarnation=incarnation, ready=ready, next_sequence=self._sequences[0]))
 
     def _wake(self) -> None:
         if not self._is_reporting:

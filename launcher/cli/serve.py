@@ -54,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     life = parser.add_argument_group("process")
     life.add_argument("--drain-timeout", type=float, default=30.0, help="s for open requests at the end (default: 30)")
     life.add_argument(
+        "--keep-workers",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="s that the model stays loaded, for the next start to take over, if this process is killed (default: 0)",
+    )
+    life.add_argument(
         "--detach", action=argparse.BooleanOptionalAction, default=False, help="return once ready; see sonar stop"
     )
     life.add_argument("--ready-timeout", type=float, default=1800.0, help="s that --detach waits for (default: 1800)")
@@ -171,6 +178,7 @@ def _serve(
             version=__version__,
         ),
         timeouts=Timeouts(drain_s=args.drain_timeout),
+        keep_workers_s=args.keep_workers,
     )
     registration = Registration(state, args.host, model)
     display = StartDisplay(model, has_keys=bool(keys), on_listening=registration.register)

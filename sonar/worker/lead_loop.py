@@ -1,14 +1,16 @@
 """The engine loop of a lead: inbox, step, outbox, over and over, in one thread.
 
 Synchronous: between two steps it takes what the head has sent, and after each it sends what came out. Idle, it waits on
-the inbox. Knows no models and no signals; the engine and the link are handed in. Called by `sonar.worker.lead`.
+the inbox. Without a head it computes on what it has: what came out is kept (`sonar.worker.outbox`) and told to the next
+head that asks. How long it may, its agent decides. Knows no models and no signals; the engine and the link are handed
+in. Called by `sonar.worker.lead`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol, assert_never
 
 import msgspec
 
@@ -21,24 +23,23 @@ from sonar.messages import (
     FinishReason,
     HeadToLead,
     KVEvent,
-    KVEvents,
     LeadHello,
     LeadReady,
     LeadStats,
     Ping,
     Pong,
+    Resume,
     StepAhead,
     Submit,
+    TakeRoll,
     TokenEvent,
-    Tokens,
 )
+from sonar.worker.outbox import MAX_IDLE_S, Link, Outbox
 from sonar.worker.step_forecast import StepForecast
 
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 1.0
-# A signal does not end a wait on the inbox: an idle lead looks up this often. Four wake-ups a second cost nothing.
-MAX_IDLE_S = 0.25
 
 
 # A shorter step is not announced: its head waits longer than this for news in any case (`Timeouts.hang_s`).
@@ -94,26 +95,6 @@ class ServingEngine(Protocol):
         ...
 
 
-class Link(Protocol):
-    """What the loop needs of its connection; `sonar.transport_client.Client` is one."""
-
-    def send(self, message: msgspec.Struct) -> bool:
-        """False when the queue is full."""
-        ...
-
-    def wait_writable(self, timeout_s: float) -> bool:
-        """Waits until `send` would take a message."""
-        ...
-
-    def receive(self, timeout_s: float) -> list[Any]:
-        """What has come; waits for a first message at most so long."""
-        ...
-
-    def take_reconnected(self) -> bool:
-        """Whether the connection was made anew."""
-        ...
-
-
 class LeadLoop:
     """Runs an engine for a head.
 
@@ -142,8 +123,8 @@ class LeadLoop:
         self._greeting = (hello, ready)
         self._should_drain = should_drain
         self._clock = clock
+        self._outbox = Outbox(link, ready)
         self._is_draining = False
-        self._sequences = {"tokens": 0, "kv": 0}
         self._next_stats_s = clock()
         self._was_busy = False
         self._forecast = StepForecast()
@@ -157,7 +138,7 @@ class LeadLoop:
         """See `StepObserver`: says so when a long step lies ahead."""
         expected_s = self._forecast.expected_s(num_tokens)
         if expected_s > ANNOUNCED_S:
-            self._send(
+            self._outbox.send(
                 StepAhead(
                     incarnation=self._incarnation, step=self.num_steps, num_tokens=num_tokens, expected_s=expected_s
                 )
@@ -174,7 +155,7 @@ class LeadLoop:
         while True:
             if self._should_drain() and not self._is_draining:
                 self._is_draining = True
-                self._send(Draining(incarnation=self._incarnation))
+                self._outbox.send(Draining(incarnation=self._incarnation))
             has_work = self._engine.has_work
             if self._is_draining and not has_work:
                 break
@@ -182,13 +163,15 @@ class LeadLoop:
             messages = self._link.receive(0.0 if has_work else idle_s)
             if self._link.take_reconnected():
                 for message in self._greeting:
-                    self._send(message)
+                    self._outbox.send(message)
+                if self._is_draining:
+                    self._outbox.send(Draining(incarnation=self._incarnation))
             events = self._take_in(messages)
             if self._engine.has_work:
                 events += self._engine.step()
                 self.num_steps += 1
             self._report(events)
-        self._send(Drained(incarnation=self._incarnation))
+        self._outbox.send(Drained(incarnation=self._incarnation))
 
     def _take_in(self, messages: list[HeadToLead]) -> list[TokenEvent]:
         """Obeys the head; terminal events of requests that have ended by it."""
@@ -207,12 +190,19 @@ class LeadLoop:
                     if event is not None:
                         events.append(event)
                 case Ping(number=number):
-                    self._send(Pong(incarnation=self._incarnation, number=number))
+                    self._outbox.send(Pong(incarnation=self._incarnation, number=number))
+                case TakeRoll():
+                    self._outbox.tell_roll()
+                case Resume(request_id=request_id, first=first):
+                    self._outbox.resume(request_id, first)
                 case Drain():
                     self._is_draining = True
+                case _:
+                    assert_never(message)
         return events
 
     def _add(self, submit: Submit) -> TokenEvent | None:
+        self._outbox.begin(submit)
         try:
             return self._engine.add(submit)
         except UserError as error:
@@ -230,25 +220,11 @@ class LeadLoop:
         )
 
     def _report(self, events: list[TokenEvent]) -> None:
-        if events:
-            self._send(Tokens(incarnation=self._incarnation, sequence=self._count("tokens"), events=events))
-        changes = self._engine.take_kv_events()
-        if changes:
-            self._send(KVEvents(incarnation=self._incarnation, sequence=self._count("kv"), events=changes))
         now, is_busy = self._clock(), self._engine.has_work
+        self._outbox.tell(events, now)
+        self._outbox.tell_kv(self._engine.take_kv_events())
         if now >= self._next_stats_s or is_busy != self._was_busy:
             self._was_busy = is_busy
             self._next_stats_s = now + STATS_INTERVAL_S
-            self._send(msgspec.structs.replace(self._engine.stats(), incarnation=self._incarnation))
-
-    def _count(self, kind: str) -> int:
-        number = self._sequences[kind]
-        self._sequences[kind] = number + 1
-        return number
-
-    def _send(self, message: msgspec.Struct) -> None:
-        """Sends, waiting while the queue is full: then the head has not read for long, and the engine rests too.
-
-        Nothing is given up: a token event that is dropped would have to be computed again."""
-        while not self._link.send(message):
-            self._link.wait_writable(MAX_IDLE_S)
+            stats = msgspec.structs.replace(self._engine.stats(), incarnation=self._incarnation)
+            self._outbox.tell_stats(stats, now)

@@ -2,139 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.dispatcher import RESUME_S
 from cluster.gateway import GenerateRequest
-from cluster.journal import MemoryJournal
-from cluster.messages import WorkerRef
-from cluster.requests import RequestTable
-from cluster.streams import RequestStream
+from cluster.held import CLAIM_S
 from sonar.block_hash import hash_blocks
 from sonar.errors import CapacityError, UserError
-from sonar.messages import Abort, BlockRemoved, BlockStored, FinishReason, KVEvents, Submit, TokenEvent, Tokens
+from sonar.messages import (
+    BlockRemoved,
+    BlockStored,
+    FinishReason,
+    KVEvents,
+    TokenEvent,
+    Tokens,
+)
 from sonar.sampling_params import SamplingParams
-from tests.cluster.world import deployment, lead_ready
-
-
-def token(request_id: str, number: int) -> int:
-    """What any replica computes: a function of the request and the position alone."""
-    return sum(request_id.encode()) * 31 + number * 7
-
-
-@dataclass
-class FakeReplica:
-    """Computes a token a step for each request it was sent."""
-
-    replica_id: str
-    incarnation: int
-    sequence: int = 0
-    running: dict[str, list] = field(default_factory=dict)
-    ended: list[TokenEvent] = field(default_factory=list)
-    is_reachable: bool = True
-
-    def receive(self, message) -> None:
-        assert message.incarnation == self.incarnation
-        match message:
-            case Submit():
-                assert message.request_id not in self.running
-                self.running[message.request_id] = [message, len(message.emitted_token_ids)]
-            case Abort() if message.request_id in self.running:
-                number = self.running.pop(message.request_id)[1]
-                self.ended.append(
-                    TokenEvent(request_id=message.request_id, first=number, token_ids=[], finish=message.finish)
-                )
-
-    def step(self) -> Tokens:
-        events, self.ended = self.ended, []
-        for wire_id, (submit, number) in list(self.running.items()):
-            is_last = number + 1 == submit.sampling.max_tokens
-            name = wire_id.rpartition("~")[0]
-            events.append(
-                TokenEvent(
-                    request_id=wire_id,
-                    first=number,
-                    token_ids=[token(name, number)],
-                    finish=FinishReason.LENGTH if is_last else None,
-                    num_cached_tokens=5 if number == len(submit.emitted_token_ids) else -1,
-                )
-            )
-            self.running[wire_id][1] += 1
-            if is_last:
-                del self.running[wire_id]
-        self.sequence += 1
-        return Tokens(incarnation=self.incarnation, sequence=self.sequence - 1, events=events)
-
-
-class Bench:
-    """A table, its replicas, and what each client has read."""
-
-    def __init__(self, **config) -> None:
-        self.now = 0.0
-        self.replicas: dict[str, FakeReplica] = {}
-        self.table = RequestTable(MemoryJournal(), self, lambda: self.now)
-        self.table.set_deployments([deployment(**config)])
-        self.streams: dict[str, RequestStream] = {}
-        self.read: dict[str, list[TokenEvent]] = {}
-        self.incarnation = 0
-
-    def send_to_lead(self, replica_id, incarnation, message) -> bool:
-        replica = self.replicas.get(replica_id)
-        if replica is None or replica.incarnation != incarnation or not replica.is_reachable:
-            return False
-        replica.receive(message)
-        return True
-
-    def open_route(self, replica_id: str, max_num_requests: int = 4, **ready) -> FakeReplica:
-        self.incarnation += 1
-        replica = self.replicas[replica_id] = FakeReplica(replica_id, self.incarnation)
-        ref = WorkerRef(replica_id=replica_id, incarnation=self.incarnation)
-        message = lead_ready(ref, max_num_requests=max_num_requests, **ready)
-        self.table.open_route(replica_id, self.incarnation, "m", message)
-        return replica
-
-    def kill(self, replica_id: str, blames_requests: bool = True) -> None:
-        replica = self.replicas.pop(replica_id)
-        self.table.close_route(replica_id, replica.incarnation, blames_requests=blames_requests)
-
-    def submit(self, request_id: str, max_tokens: int = 10, prompt=(1, 2, 3), **fields) -> None:
-        sampling = SamplingParams(max_tokens=max_tokens, seed=1)
-        request = GenerateRequest(request_id, "m", list(prompt), sampling, **fields)
-        self.streams[request_id] = self.table.open(request)
-        self.read[request_id] = []
-
-    def step(self, *replica_ids: str) -> None:
-        for replica_id in replica_ids or list(self.replicas):
-            self.table.on_message(replica_id, self.replicas[replica_id].step())
-        self.drain()
-
-    def drain(self) -> None:
-        """Clients read; a coroutine with something to give returns at its first step."""
-        for request_id, stream in self.streams.items():
-            while stream._waiting is not None:
-                try:
-                    stream.next().send(None)
-                except StopIteration as result:
-                    self.read[request_id].append(result.value)
-
-    def tokens(self, request_id: str) -> list[int]:
-        numbers = []
-        for event in self.read[request_id]:
-            assert event.first == len(numbers) and event.request_id == request_id
-            numbers += event.token_ids
-        return numbers
-
-    def finish(self, request_id: str) -> FinishReason | None:
-        ends = [e.finish for e in self.read[request_id] if e.finish is not None]
-        assert len(ends) <= 1 and (not ends or self.read[request_id][-1].finish is ends[0])
-        return ends[0] if ends else None
-
-
-def whole(request_id: str, count: int) -> list[int]:
-    return [token(request_id, number) for number in range(count)]
+from tests.cluster.bench import Bench, whole
+from tests.cluster.world import deployment
 
 
 def test_a_request_waits_for_a_replica_and_runs_to_its_end() -> None:
@@ -195,7 +82,7 @@ def test_an_event_that_begins_early_is_trimmed() -> None:
     assert bench.table.counters.repeated_tokens == 1
 
 
-def test_a_gap_restarts_what_may_have_lost_something_on_the_same_replica() -> None:
+def test_after_a_gap_what_was_lost_is_told_again_and_nothing_computed_again() -> None:
     bench = Bench()
     replica = bench.open_route("m-0")
     bench.submit("a", 2)
@@ -203,14 +90,15 @@ def test_a_gap_restarts_what_may_have_lost_something_on_the_same_replica() -> No
     bench.step()
     replica.step()  # lost: a's end, a token of b
     bench.step()  # b's event begins after a gap; a is not in it
-    assert set(replica.running) == {"a~2", "b~2"}
+    assert set(replica.running) == {"b~1"} and bench.tokens("a") == whole("a", 2)
     for _ in range(9):
         bench.step()
+    assert bench.table.counters.resumed == 2 and bench.table.counters.migrations == 0
     assert bench.tokens("a") == whole("a", 2) and bench.tokens("b") == whole("b", 9)
     assert bench.table.counters.sequence_gaps >= 1
 
 
-def test_a_reconnect_restarts_every_attempt() -> None:
+def test_after_a_reconnect_attempts_go_on_and_lost_ones_begin_again() -> None:
     bench = Bench()
     replica = bench.open_route("m-0")
     bench.submit("a", 4)
@@ -218,10 +106,77 @@ def test_a_reconnect_restarts_every_attempt() -> None:
     bench.step()
     del replica.running["b~1"]  # its Submit was lost
     replica.step()
+    replica.replay._open.pop("b~1")
     bench.table.resync_route("m-0", replica.incarnation)
+    bench.step()
+    assert set(replica.running) == {"a~1", "b~2"}
     for _ in range(4):
         bench.step()
     assert bench.tokens("a") == whole("a", 4) and bench.tokens("b") == whole("b", 4)
+
+
+def test_a_new_head_goes_on_where_the_clients_are_and_nothing_is_computed_again() -> None:
+    bench = Bench()
+    replica = bench.open_route("m-0")
+    bench.submit("a", 9)
+    bench.submit("b", 3)
+    bench.step()
+    bench.step()
+    replica.step()  # for nobody: the head is gone; b has ended
+    replica.step()
+    bench.new_head()
+    bench.deliver("m-0")
+    bench.drain()
+    assert bench.tokens("a") == whole("a", 4) and bench.tokens("b") == whole("b", 3)
+    assert bench.finish("b") is FinishReason.LENGTH and set(replica.running) == {"a~1"}
+    for _ in range(5):
+        bench.step()
+    assert bench.tokens("a") == whole("a", 9) and bench.finish("a") is FinishReason.LENGTH
+    counters = bench.table.counters
+    assert (counters.resumed, counters.migrations, counters.tokens_replayed) == (2, 0, 0)
+
+
+def test_what_nobody_comes_back_for_is_aborted_after_its_time() -> None:
+    bench = Bench()
+    replica = bench.open_route("m-0")
+    bench.submit("gone", 1000)
+    bench.step()
+    bench.table._journal.close(bench.table._open["gone"].entry, FinishReason.ABORT)  # its client is no one who resumes
+    bench.new_head()
+    bench.now = CLAIM_S - 1
+    bench.table.tick()
+    assert "gone~1" in replica.running
+    bench.now = CLAIM_S
+    bench.table.tick()
+    assert not replica.running and bench.table.counters.abandoned == 1
+
+
+def test_an_attempt_that_a_replica_does_not_have_any_more_begins_again_after_its_time() -> None:
+    bench = Bench()
+    replica = bench.open_route("m-0")
+    bench.submit("a", 9)
+    bench.step()
+    bench.table.resync_route("m-0", replica.incarnation)
+    roll = replica.answers.pop()
+    replica.replay._open.clear()  # between its answer and the question for the tokens
+    replica.running.clear()
+    bench.table.on_message("m-0", roll)
+    assert not replica.running
+    bench.now = RESUME_S
+    bench.table.tick()
+    for _ in range(8):
+        bench.step()
+    assert bench.tokens("a") == whole("a", 9) and bench.table.counters.migrations == 1
+
+
+def test_a_request_sent_between_question_and_answer_is_not_taken_for_lost() -> None:
+    bench = Bench()
+    replica = bench.open_route("m-0")
+    bench.table.resync_route("m-0", replica.incarnation)
+    bench.submit("late", 3)
+    for _ in range(3):
+        bench.step()
+    assert bench.tokens("late") == whole("late", 3) and bench.table.counters.migrations == 0
 
 
 def test_abort_ends_at_once_and_the_replicas_last_word_frees_its_place() -> None:
@@ -412,7 +367,7 @@ def test_a_session_stays_where_it_was() -> None:
 
 
 OTHER_ACTIONS = ("kill", "lose_host", "open", "lose_message", "lose_submit", "repeat", "submit", "abort", "tick")
-ACTIONS = ("step", "step", "step", "step", "unreachable", *OTHER_ACTIONS)
+ACTIONS = ("step", "step", "step", "step", "unreachable", "new_head", *OTHER_ACTIONS)
 
 
 @settings(max_examples=200, deadline=None)
@@ -452,8 +407,11 @@ def test_whatever_happens_every_output_is_that_of_the_unbroken_run(history) -> N
                 bench.replicas[chosen].step()
             case "lose_submit" if chosen and bench.replicas[chosen].running:
                 # A Submit can be lost only with its connection, which is followed by a hello.
-                bench.replicas[chosen].running.popitem()
+                wire_id, _ = bench.replicas[chosen].running.popitem()
+                bench.replicas[chosen].replay._open.pop(wire_id)
                 bench.table.resync_route(chosen, bench.replicas[chosen].incarnation)
+            case "new_head":
+                bench.new_head()
             case "unreachable" if chosen:
                 bench.replicas[chosen].is_reachable = not bench.replicas[chosen].is_reachable
             case _:

@@ -448,6 +448,7 @@ OPERATIONS = (
     "remove",
     "sleep",
     "reregister",
+    "new_head",
 )
 
 
@@ -467,6 +468,8 @@ def perform(world: World, operation: str, number: int) -> None:
         case "apply":
             parallel = ParallelConfig(tp_size=1 + number % 2)
             world.handle(DeploymentApplied(deployment(f"d{number % 2}", replicas=number % 4, parallel=parallel)))
+        case "new_head":
+            world.new_head()
         case "remove":
             world.handle(DeploymentRemoved(f"d{number % 2}"))
         case "stale":

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from cluster.commands import CloseRoute, Command, DrainRoute, OpenRoute, RecordIncarnation, ResyncRoute, SendToAgent
 from cluster.config import DeploymentConfig, RestartPolicy, Timeouts
-from cluster.events import AgentReported, AgentSpoke, Event, LeadSpoke, NodeRegistered, Tick
+from cluster.events import AgentReported, AgentSpoke, DeploymentApplied, Event, LeadSpoke, NodeRegistered, Tick
 from cluster.messages import (
     DeviceFacts,
     HardwareFacts,
@@ -30,7 +30,7 @@ from cluster.messages import (
 from cluster.records import ReplicaState
 from cluster.state import ClusterState
 from sonar.config import EngineConfig
-from sonar.messages import LeadHello, LeadReady, LeadStats
+from sonar.messages import LeadHello, LeadReady, LeadStats, Roll
 from sonar.transport import PROTOCOL_VERSION
 
 VERSIONS = {"sonar": "1"}
@@ -107,6 +107,7 @@ class World:
     def __init__(self, timeouts: Timeouts | None = None, restart: RestartPolicy | None = None) -> None:
         self.now = 1000.0
         self.state = ClusterState(timeouts or Timeouts(), restart or RestartPolicy(), VERSIONS, 0)
+        self.policies = (timeouts or Timeouts(), restart or RestartPolicy())
         self.agents: dict[int, FakeAgent] = {}
         self.routes: dict[str, int] = {}
         self.commands: list[Command] = []
@@ -146,9 +147,16 @@ class World:
         if agent.is_over or not agent.inbox:
             return
         match agent.inbox.popleft():
-            case StartWorker(worker=ref, devices=devices):
+            case StartWorker(worker=ref) as order:
                 self._next_pid += 1
-                worker = RunningWorker(worker=ref, pid=self._next_pid, devices=devices, log_path="log")
+                worker = RunningWorker(
+                    worker=ref,
+                    pid=self._next_pid,
+                    devices=order.devices,
+                    log_path="log",
+                    world_size=order.world_size,
+                    settings=order.settings,
+                )
                 agent.workers[ref] = worker
                 self.report(agent, WorkerStarted(worker=ref, pid=worker.pid, log_path="log"))
             case KillReplica(replica_id=replica_id, incarnation=incarnation):
@@ -176,8 +184,25 @@ class World:
                         self.make_ready(agent, ref)
             self.advance(0.25)
 
+    def new_head(self) -> None:
+        """The head is gone, with all that was on its way; another one begins with what the store remembers."""
+        before, deployments = self.state.nodes_with_workers, list(self.state.deployments.values())
+        floor = max(self.recorded.values(), default=0)
+        self.state = ClusterState(*self.policies, VERSIONS, floor, nodes_before=before)
+        self.routes.clear()
+        for agent in self.agents.values():
+            agent.inbox.clear()
+        for config in deployments:
+            self.handle(DeploymentApplied(config))
+        for agent in list(self.agents.values()):
+            if agent.is_reachable and not agent.is_over:
+                self.handle(agent.register())
+
     def make_ready(self, agent: FakeAgent, ref: WorkerRef) -> None:
-        if ref.rank == 0 and agent.is_reachable:
+        replica = self.state.replicas.get(ref.replica_id)
+        if replica is not None and replica.state is ReplicaState.ADOPTING and ref.rank == 0 and agent.is_reachable:
+            self.lead_says(ref, Roll(incarnation=ref.incarnation, ready=lead_ready(ref), next_sequence=9))
+        elif ref.rank == 0 and agent.is_reachable:
             self.lead_says(ref, LeadHello(incarnation=ref.incarnation, replica_id=ref.replica_id, pid=1))
             self.lead_says(ref, lead_ready(ref))
 

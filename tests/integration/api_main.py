@@ -1,6 +1,7 @@
 """A head process with the real HTTP API, a tokenizer of bytes and the fake engine, for tests that kill heads.
 
-`python -m tests.integration.api_main STATE_DIR HTTP_PORT MODEL [REPLICAS]`; prints a JSON line a status.
+`python -m tests.integration.api_main STATE_DIR HTTP_PORT MODEL [REPLICAS [KEEP_WORKERS_S]]`; prints a JSON line a
+status.
 """
 
 from __future__ import annotations
@@ -35,11 +36,14 @@ def api_app(services: HeadServices) -> Any:
 
 def main() -> int:
     """Runs the head; the exit code is its result's."""
-    state_dir, port, model, replicas = (*sys.argv[1:], "1")[:4]
+    state_dir, port, model, *more = sys.argv[1:]
+    replicas, keep_workers_s = (*more, *("1", "0")[len(more) :])
     engine = EngineConfig(model, scheduler=SchedulerConfig(max_model_len=4096))
     deployment = DeploymentConfig("fake", engine, replicas=int(replicas), engine="fake")
     network = NetworkConfig(http_port=int(port), control_port=0)
-    config = ClusterConfig(Path(state_dir), (deployment,), network, Timeouts(drain_s=5.0))
+    config = ClusterConfig(
+        Path(state_dir), (deployment,), network, Timeouts(drain_s=5.0), keep_workers_s=float(keep_workers_s)
+    )
     print(json.dumps({"imported": time.monotonic()}), flush=True)
     command = local_agent_command([FAKE_ENGINE_FLAG])
     result = run_head(config, api_app, agent_command=command, observer=Printer(), exit_when_failed=True)

@@ -25,8 +25,8 @@ DEADLINE_S = 40.0
 class ApiHead:
     """A head of its own process, with the real API."""
 
-    def __init__(self, state_dir: Path, port: int, model: str = MODEL) -> None:
-        command = [sys.executable, "-m", "tests.integration.api_main", str(state_dir), str(port), model]
+    def __init__(self, state_dir: Path, port: int, model: str = MODEL, *more: str) -> None:
+        command = [sys.executable, "-m", "tests.integration.api_main", str(state_dir), str(port), model, *more]
         self.began_s = time.monotonic()
         self.url = f"http://127.0.0.1:{port}"
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

@@ -19,8 +19,11 @@ from sonar.messages import (
     LeadStats,
     Ping,
     Pong,
+    Resume,
+    Roll,
     StepAhead,
     Submit,
+    TakeRoll,
     Tokens,
 )
 from sonar.sampling_params import SamplingParams
@@ -43,6 +46,7 @@ class FakeLink:
         self.waits: list[float] = []
         self.num_full = 0
         self.reconnect_at = -1
+        self.is_connected = True
 
     def send(self, message) -> bool:
         if self.num_full:
@@ -196,3 +200,35 @@ def test_what_a_step_raises_ends_the_loop() -> None:
     with pytest.raises(ArithmeticError):
         loop.run()
     assert loop.num_steps == 3 and len(link.of(Tokens)) == 3
+
+
+def test_without_a_head_it_computes_on_and_tells_the_next_one_from_where_it_is_asked() -> None:
+    lost: list = []
+
+    def cut(link, engine) -> None:
+        receive = link.receive
+
+        def receive_and_cut(timeout_s: float) -> list:
+            messages = receive(timeout_s)
+            link.is_connected = len(link.waits) not in range(3, 6)
+            lost.append(not link.is_connected)
+            return messages
+
+        link.receive = receive_and_cut
+
+    ask = [TakeRoll(incarnation=INCARNATION), Resume(incarnation=INCARNATION, request_id="a", first=1)]
+    unknown = Resume(incarnation=INCARNATION, request_id="nobody", first=0)
+    link, loop = run([[submit("a", max_tokens=8)], [], [], [], [], [*ask, unknown], [], []], prepare=cut)
+    assert loop.num_steps == 8 and sum(lost) == 3
+    (roll,) = link.of(Roll)
+    assert [(held.request_id, held.first, held.end) for held in roll.requests] == [("a", 0, 5)]
+    whole = fake_output([1, 2], 5, 8)
+    tokens = link.of(Tokens)
+    assert [m.sequence for m in tokens] == list(range(len(tokens))) and roll.next_sequence == 2
+    events = [event for message in tokens for event in message.events]
+    assert [(event.first, event.token_ids) for event in events] == [
+        (0, whole[:1]),
+        (1, whole[1:2]),
+        (1, whole[1:5]),
+        *[(number, [whole[number]]) for number in (5, 6, 7)],
+    ]
