@@ -351,7 +351,8 @@ def _open(path: Path | None) -> sqlite3.Connection:
         connection.executescript(_TABLES)
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(
-            f"journal {path} cannot be opened: {error}; remove a damaged file, or choose another state directory",
+            f"journal {path} cannot be opened: {error}; free space on a full disk, remove a damaged file, or choose "
+            "another state directory",
             param="state_dir",
         ) from error
     return connection

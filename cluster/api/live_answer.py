@@ -168,7 +168,8 @@ class LiveAnswer:
         the stream's last event, as for any stream."""
         told = to_api_error(error)
         if told.status >= 500:
-            logger.error("%s failed", self.record.answer_id, exc_info=error)
+            unforeseen = None if isinstance(error, ApiError) else error
+            logger.error("%s failed: %s", self.record.answer_id, told, exc_info=unforeseen)
         if self.record.streams and self.frames:
             output = b"data: " + told.body() + _EVENT_END
             await self._log([], output, is_last=True)

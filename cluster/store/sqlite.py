@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Condition
 
-from cluster.store.contract import Change, Lease, News
+from cluster.store.contract import Change, Lease, News, StoreUnavailableError
 from sonar.errors import ConfigError
 
 CHANGES_KEPT = 1000
@@ -34,14 +34,15 @@ class SqliteStore:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            self._path = path
             self._connection = sqlite3.connect(path, isolation_level=None, timeout=5.0, check_same_thread=False)
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.execute("PRAGMA synchronous=FULL")
             self._connection.execute("CREATE TABLE IF NOT EXISTS pairs (key TEXT PRIMARY KEY, value BLOB NOT NULL)")
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
-                f"store {path} cannot be opened: {error}; remove a damaged file while no worker runs, or choose "
-                "another state directory",
+                f"store {path} cannot be opened: {error}; free space on a full disk, remove a damaged file while no "
+                "worker runs, or choose another state directory",
                 param="state_dir",
             ) from error
         self.clock = clock
@@ -57,15 +58,13 @@ class SqliteStore:
             self._expire()
             if key in self._leased:
                 return self._leased[key][0]
-            row = self._connection.execute("SELECT value FROM pairs WHERE key = ?", (key,)).fetchone()
+            row = self._execute("SELECT value FROM pairs WHERE key = ?", (key,)).fetchone()
             return bytes(row[0]) if row else None
 
     def items(self, prefix: str) -> dict[str, bytes]:
         with self.changed:
             self._expire()
-            found = self._connection.execute(
-                "SELECT key, value FROM pairs WHERE substr(key, 1, ?) = ?", (len(prefix), prefix)
-            )
+            found = self._execute("SELECT key, value FROM pairs WHERE substr(key, 1, ?) = ?", (len(prefix), prefix))
             pairs = dict(found.fetchall())
             pairs |= {key: value for key, (value, _) in self._leased.items() if key.startswith(prefix)}
             return dict(sorted(pairs.items()))
@@ -118,18 +117,27 @@ class SqliteStore:
         return min(self._leases.values(), default=float("inf"))
 
     def _write(self, key: str, value: bytes | None, lease: Lease | None) -> None:
-        self._leased.pop(key, None)
         if value is None or lease is not None:
-            self._connection.execute("DELETE FROM pairs WHERE key = ?", (key,))
-        if value is not None and lease is not None:
-            self._leased[key] = (value, lease.lease_id)
-        elif value is not None:
-            self._connection.execute(
+            self._execute("DELETE FROM pairs WHERE key = ?", (key,))
+        else:
+            self._execute(
                 "INSERT INTO pairs VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value)
             )
+        self._leased.pop(key, None)
+        if value is not None and lease is not None:
+            self._leased[key] = (value, lease.lease_id)
         self._changes.append(Change(key, value))
         self._num_changes += 1
         self.changed.notify_all()
+
+    def _execute(self, statement: str, values: tuple[str | int | bytes, ...]) -> sqlite3.Cursor:
+        """Raises `StoreUnavailableError`: a full or broken disk; nothing has changed then."""
+        try:
+            return self._connection.execute(statement, values)
+        except sqlite3.Error as error:
+            raise StoreUnavailableError(
+                f"store {self._path}: {error}; free space on its disk, or mend the disk"
+            ) from error
 
     def _expire(self) -> None:
         now = self.clock()
