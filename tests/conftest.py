@@ -14,6 +14,7 @@ OPT_IN = {
     "gpu": "needs a GPU; run with -m gpu",
     "multi_gpu": "needs several GPUs; run with -m multi_gpu",
     "hub": "needs a model hub; run with -m hub",
+    "faults": "a row of the fault matrix; run tests/run.sh faults",
     "slow": "takes more than half a minute; run with -m slow",
 }
 

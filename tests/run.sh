@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up this clone and checks everything: ruff, mypy, clang-format, shellcheck where it is installed, pytest.
 #   tests/run.sh [pytest's arguments]     e.g. tests/run.sh tests/launcher -k chat
+#   tests/run.sh faults [...]             every row of the fault matrix (needs root); prints its table
 # Works on a bare Debian or Ubuntu machine; as root it installs the system packages that are missing. A failed check
 # does not hide the tests' results: all run, and the exit code tells. The last line is pytest's.
 set -eEuo pipefail
@@ -61,6 +62,7 @@ check_sources() {
 
 main() {
     local code=0 begin=$SECONDS
+    [ "${1:-}" != faults ] || set -- tests/faults -m "faults or not faults" "${@:2}"
     system_packages
     sonar_setup dev
     check_sources

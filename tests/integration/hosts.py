@@ -193,16 +193,16 @@ class Host:
 
 
 class Network:
-    """Owner of the bridge and the hosts. Hosts get addresses of `prefix` in their order, from 1."""
+    """Owner of the bridge, in the namespace `switch`, and of the hosts."""
 
     def __init__(self, folder: Path, label: str) -> None:
         self._folder = folder
         self._label = label
-        self._switch = f"{label}sw"
+        self.switch = f"{label}sw"
         self.hosts: list[Host] = []
-        ip("netns", "add", self._switch)
-        ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
-        ip("-n", self._switch, "link", "set", "bridge", "up")
+        ip("netns", "add", self.switch)
+        ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", self.switch, "link", "set", "bridge", "up")
 
     def host(self, name: str, *addresses: str) -> Host:
         """One more host; interface number n (eth0, eth1, ...) gets the n-th address, e.g. "10.1.0.2/24"."""
@@ -213,18 +213,22 @@ class Network:
         self.hosts.append(Host(namespace, name, folder))
         ip("-n", namespace, "link", "set", "lo", "up")
         for number, address in enumerate(addresses):
-            port = f"p{len(self.hosts)}x{number}"
-            ip(*f"-n {namespace} link add eth{number} type veth peer name {port} netns {self._switch}".split())
-            ip(*f"-n {self._switch} link set {port} master bridge up".split())
+            port = self.port_of(self.hosts[-1], number)
+            ip(*f"-n {namespace} link add eth{number} type veth peer name {port} netns {self.switch}".split())
+            ip(*f"-n {self.switch} link set {port} master bridge up".split())
             ip(*f"-n {namespace} link set eth{number} up".split())
             no_dad = ["nodad"] if ":" in address else []
             ip("-n", namespace, "address", "add", address, "dev", f"eth{number}", *no_dad)
         return self.hosts[-1]
 
+    def port_of(self, host: Host, number: int = 0) -> str:
+        """The bridge's end of a host's interface."""
+        return f"p{self.hosts.index(host) + 1}x{number}"
+
     def close(self) -> None:
         """Ends every process and removes the namespaces. Fails if a process was left behind."""
         left = {host.name: pids for host in self.hosts if (pids := host.close())}
-        for namespace in [*(host.namespace for host in self.hosts), self._switch]:
+        for namespace in [*(host.namespace for host in self.hosts), self.switch]:
             with contextlib.suppress(RuntimeError):
                 ip("netns", "del", namespace)
         assert not left, f"processes without their parents: {left}"
