@@ -13,8 +13,11 @@ namespace {
 constexpr int kRowBlock = kMaxBlockRows;   // rows a chunk computes, about: their 8-bit form fits the second-level cache
 constexpr int kGatedRows = 4 * kRowBlock;  // rows whose gate and up are held at a time
 constexpr int64_t kChunkWork = 1 << 21;    // multiply-adds worth handing to a thread
-constexpr int64_t kChunkBytes = 48 * 1024;  // packed bytes worth handing to a thread, when rows are few
+constexpr int64_t kChunkBytes = 24 * 1024;  // packed bytes worth a claim, when rows are few
 constexpr int kFewRows = 4;
+// Rows to normalize and quantize at a time: whole tiles of every kind (16, 12, 6, 4), since rows of one share cache
+// lines.
+constexpr int kPrepareRows = 48;
 
 // Pieces of one buffer, each on a cache line of its own.
 class Carver {
@@ -111,10 +114,9 @@ Activations prepare(const LinearPlan& plan, const float* x, int64_t x_stride, in
   carver.start(scratch(Scratch::kCall, carver.used()));
   Activations in = carve(carver, plan, num_rows, extras.norm != nullptr);
   in.floats.x = in.tiled ? in.tiled : x;
-  const int per_chunk = std::max(1, 32 * 1024 / plan.k);
-  parallel_for((num_rows + per_chunk - 1) / per_chunk, [&](int chunk) {
-    const int end = std::min(num_rows, (chunk + 1) * per_chunk);
-    for (int row = chunk * per_chunk; row < end; ++row) fill_row(in, x + row * x_stride, row, plan.k, extras);
+  parallel_for((num_rows + kPrepareRows - 1) / kPrepareRows, [&](int chunk) {
+    const int end = std::min(num_rows, (chunk + 1) * kPrepareRows);
+    for (int row = chunk * kPrepareRows; row < end; ++row) fill_row(in, x + row * x_stride, row, plan.k, extras);
   });
   if (in.quantized.q && num_rows < in.quantized.rows) clear_rows(in.quantized, num_rows);
   return in;

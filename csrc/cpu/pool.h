@@ -1,8 +1,10 @@
 // The one pool of threads that every kernel shares, and per-thread scratch memory.
 //
-// Work comes as numbered chunks that threads claim one by one, the caller among them: a core that another process has
-// taken delays the chunk it holds, not half of the work. Idle threads spin for some tens of microseconds, since the
-// next call of a decode step is that near, then sleep on a futex.
+// Work comes as numbered chunks. Each thread, the caller among them, walks through a share of its own in order and then
+// takes over half of what another has left: a core that another process has taken delays the chunk it holds, not half
+// of the work; a thread that stalls so is left out for some milliseconds. Idle threads spin for some tens of
+// microseconds, since the next call of a decode step is that near, then sleep on a futex. Threads are not pinned: the
+// scheduler may move one off a core that others want.
 #pragma once
 
 #include <cstddef>
@@ -26,6 +28,6 @@ void parallel_for(int chunks, Body&& body) {
 
 // This thread's scratch memory of a purpose, aligned to a page, kept and grown. Purposes are apart since a caller's own
 // buffers must outlive the work its thread does on chunks.
-enum class Scratch { kCall, kOutput, kChunk };
-constexpr int kNumScratch = 3;
+enum class Scratch { kLayer, kCall, kOutput, kChunk };
+constexpr int kNumScratch = 4;
 void* scratch(Scratch purpose, size_t bytes);

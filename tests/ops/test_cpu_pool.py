@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import shutil
+import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +47,19 @@ def test_callers_in_several_threads_get_their_own_results() -> None:
         for caller in callers:
             caller.join(timeout=60)
     assert not wrong and not any(caller.is_alive() for caller in callers)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_random_calls_under_load_and_the_thread_sanitizer_run_every_chunk_once(tmp_path: Path) -> None:
+    here, root, program = Path(__file__).parent, Path(__file__).parents[2], tmp_path / "pool_stress"
+    sources = [str(here / "pool_stress.cpp"), str(root / "csrc/cpu/pool.cpp"), f"-I{root / 'csrc/cpu'}"]
+    flags = ["-std=gnu++17", "-O1", "-g", "-fsanitize=thread", "-pthread"]
+    subprocess.run(["c++", *flags, *sources, "-o", str(program)], check=True, timeout=120)
+    command = [str(program), "1.5", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if "unexpected memory mapping" in run.stderr:  # addresses are random over more bits than the sanitizer knows
+        run = subprocess.run(["setarch", "-R", *command], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def _sum_in_child(connection: multiprocessing.connection.Connection) -> None:
