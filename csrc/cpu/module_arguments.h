@@ -1,4 +1,4 @@
-// Reading the numbers a Python call hands in, and letting go of the GIL. Used by module.cpp alone.
+// Reading the numbers a Python call hands in, and letting go of the GIL. Used by module*.cpp alone.
 #pragma once
 
 #include <climits>

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sonar.layers.mlp import GatedMlp
 from sonar.layers.norms import RmsNorm
-from sonar.ops.table import AttentionMetadata, AttentionSpec, FusedOps, LinearFn, OpTable
+from sonar.ops.table import AttentionMetadata, AttentionSpec, FusedOps, LayerFn, LayerParts, LinearFn, OpTable
 
 
 class Attention:
@@ -56,6 +57,29 @@ class Attention:
         """residual += attention(norm(residual)), in place."""
         qkv_TX = fused.norm_linear(self._qkv, residual_TD, norm.weight_D, norm.eps)
         fused.linear_add(self._output, self._attend(qkv_TX, positions_T, kv_cache, metadata), residual_TD)
+
+    def whole_layer(self, fused: FusedOps, norm: RmsNorm, mlp: GatedMlp, mlp_norm: RmsNorm) -> LayerFn | None:
+        """This attention and an MLP as one op; None where the backend has none."""
+        if fused.layer is None:
+            return None
+        assert norm.eps == mlp_norm.eps, f"norms of one layer differ: {norm.eps}, {mlp_norm.eps}"
+        return fused.layer(
+            LayerParts(
+                attention_norm_D=norm.weight_D,
+                mlp_norm_D=mlp_norm.weight_D,
+                norm_eps=norm.eps,
+                qkv=self._qkv,
+                output=self._output,
+                cos_sin_PR=self._cos_sin_PR,
+                q_norm_E=self._q_norm_E,
+                k_norm_E=self._k_norm_E,
+                head_norm_eps=self._norm_eps,
+                spec=self.spec,
+                gate_up=mlp.gate_up,
+                down=mlp.down,
+                activation=mlp.activation,
+            )
+        )
 
     def _attend(self, qkv_TX: Tensor, positions_T: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         if self._rope_attention is not None and metadata.max_query_len == 1:

@@ -34,19 +34,19 @@ class GatedMlp:
     """down(activation(gate(x)) * up(x)). gate_up: one linear of 2 F outputs, gate first."""
 
     def __init__(self, ops: OpTable, gate_up: LinearFn, down: LinearFn, activation: Activation) -> None:
-        self._gate_up = gate_up
-        self._down = down
-        self._activation = activation
+        self.gate_up = gate_up
+        self.down = down
+        self.activation = activation
         self._gated_activation = ops.gated_activation
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """Returns a new (T, D) tensor."""
-        return self._down(self._gated_activation(self._gate_up(x_TD), self._activation))
+        return self.down(self._gated_activation(self.gate_up(x_TD), self.activation))
 
     def add_fused(self, residual_TD: Tensor, norm: RmsNorm, fused: FusedOps) -> None:
         """residual += mlp(norm(residual)), in place."""
-        x_TF = fused.norm_gated_linear(self._gate_up, residual_TD, norm.weight_D, norm.eps, self._activation)
-        fused.linear_add(self._down, x_TF, residual_TD)
+        x_TF = fused.norm_gated_linear(self.gate_up, residual_TD, norm.weight_D, norm.eps, self.activation)
+        fused.linear_add(self.down, x_TF, residual_TD)
 
 
 class Mlp:

@@ -28,7 +28,7 @@ from sonar.layers.mlp import GatedMlp, find_activation
 from sonar.layers.norms import RmsNorm, load_norm_weight
 from sonar.layers.rotary import build_cos_sin
 from sonar.models.base import ForwardBatch, WeightSource
-from sonar.ops.table import AttentionMetadata, AttentionSpec, LinearFn, OpTable
+from sonar.ops.table import AttentionMetadata, AttentionSpec, LayerFn, LinearFn, OpTable
 
 ROPE_FACTORS_NAME = "rope_freqs.weight"
 
@@ -140,6 +140,9 @@ class _DecoderLayer:
         self._mlp_norm = _load_norm(config, weights, ops, traits, f"{prefix}{mlp_norm_name}")
         # Between a layer's product and the residual, tensor parallel ranks add up what they have.
         self._fused = None if traits.sandwich_norms or ops.parallel is not None else ops.fused
+        self._whole: LayerFn | None = None
+        if self._fused is not None:
+            self._whole = self._attention.whole_layer(self._fused, self._input_norm, self._mlp, self._mlp_norm)
 
     def __call__(
         self,
@@ -155,7 +158,11 @@ class _DecoderLayer:
             this layer's output; None when it has been added to the residual.
         """
         fused = self._fused
-        if fused is not None and x_TD is None and residual_TD.shape[0] <= fused.max_rows:
+        num_rows = residual_TD.shape[0]
+        if self._whole is not None and fused is not None and x_TD is None and num_rows <= fused.max_layer_rows:
+            self._whole(residual_TD, positions_T, kv_cache, metadata)
+            return None
+        if fused is not None and x_TD is None and num_rows <= fused.max_rows:
             self._attention.add_fused(residual_TD, self._input_norm, positions_T, kv_cache, metadata, fused)
             self._mlp.add_fused(residual_TD, self._mlp_norm, fused)
             return None

@@ -8,6 +8,7 @@ Types are GGML's numbers: F32 0, F16 1, BF16 30, Q4_1 3, ... Raises TypeError or
 from typing import NewType
 
 LinearPlan = NewType("LinearPlan", object)
+LayerPlan = NewType("LayerPlan", object)
 
 def levels() -> tuple[str, ...]: ...
 def level() -> str: ...
@@ -49,12 +50,25 @@ def layer_norm(
 ) -> None: ...
 def activation(kind: int, x: int, x_stride: int, up: int, out: int, num_rows: int, n: int, /) -> None: ...
 
-# rope: qkv, its stride, num_tokens, positions, cos_sin, rotary_dim, q_norm, k_norm, norm_eps, cache x 7, slot_mapping,
-#   num_heads, num_kv_heads, head_dim.
-# requests: block_table, its stride, query_start, seq_lens, num_requests, sinks, out, scale, window, softcap.
-def rope_kv_write(*rope_and_q_out: float) -> None: ...
-def attention(*q_and_cache_and_heads_and_requests: float) -> None: ...
-def rope_attention(*rope_and_requests: float) -> None: ...
+# heads: cos_sin, rotary_dim, q_norm, k_norm, norm_eps, num_heads, num_kv_heads, head_dim.
+# tokens: num_tokens, positions, cache x 7, slot_mapping.
+# requests: block_table, its stride, query_start, seq_lens, num_requests. scores: scale, window, softcap.
+def rope_kv_write(qkv: int, stride: int, /, *heads_tokens_q_out: float) -> None: ...
+def attention(q: int, /, *cache_head_counts_requests_scores_sinks_out: float) -> None: ...
+def rope_attention(qkv: int, stride: int, /, *heads_tokens_requests_scores_out: float) -> None: ...
+def layer_plan(
+    qkv: LinearPlan,
+    output: LinearPlan,
+    gate_up: LinearPlan,
+    down: LinearPlan,
+    attention_norm: int,
+    mlp_norm: int,
+    norm_eps: float,
+    activation: int,
+    /,
+    *heads_scores: float,
+) -> LayerPlan: ...
+def layer(plan: LayerPlan, residual: int, /, *tokens_requests: int) -> None: ...
 def sample(
     logits: int,
     stride: int,

@@ -21,6 +21,7 @@ except ImportError as _error:
     raise OpsUnavailable(f"the compiled module is missing: {_error}; install with a C++ compiler present") from _error
 
 from sonar.ops.cpu_attention import paged_attention, rope_attention, rope_kv_write
+from sonar.ops.cpu_layer import MAX_ROWS, CpuLayer
 from sonar.ops.cpu_matrix import CpuLinear, MatrixOps
 from sonar.ops.cpu_rows import activation, add_rms_norm, gated_activation, layer_norm, rms_norm
 from sonar.ops.cpu_sample import sample
@@ -56,7 +57,7 @@ def build(device: torch.device, dtype: torch.dtype, activations: ActivationMode 
         linear=matrices.linear,
         embedding=matrices.embedding,
         sample=sample,
-        fused=FusedOps(_ANY_ROWS, _norm_linear, _norm_gated_linear, _linear_add, rope_attention)
+        fused=FusedOps(_ANY_ROWS, _norm_linear, _norm_gated_linear, _linear_add, rope_attention, CpuLayer, MAX_ROWS)
         if dtype is torch.float32
         else None,
     )

@@ -27,10 +27,13 @@ def rope_kv_write(
     spec: AttentionSpec,
 ) -> Tensor:
     """See `sonar.ops.table.RopeKVWriteFn`."""
-    qkv, norms = as_float32(qkv_TX), (_optional(q_norm_E), _optional(k_norm_E))
+    qkv, heads = as_float32(qkv_TX), Heads(cos_sin_PR, q_norm_E, k_norm_E, norm_eps, spec)
     q_THE = torch.empty((qkv.shape[0], spec.num_heads, spec.head_dim))
     _cpu.rope_kv_write(
-        *_rope_arguments(qkv, positions_T, cos_sin_PR, norms, norm_eps, kv_cache, slot_mapping_T, spec),
+        qkv.data_ptr(),
+        qkv.shape[1],
+        *heads.arguments,
+        *token_arguments(positions_T, kv_cache, slot_mapping_T, spec.head_dim),
         q_THE.data_ptr(),
     )
     return q_THE if qkv_TX.dtype is torch.float32 else q_THE.to(qkv_TX.dtype)
@@ -44,7 +47,7 @@ def paged_attention(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """See `sonar.ops.table.PagedAttentionFn`."""
-    q, sinks = as_float32(q_THE), _optional(sinks_H)
+    q, sinks = as_float32(q_THE), None if sinks_H is None else as_float32(sinks_H)
     out_TX = torch.empty((q.shape[0], spec.num_heads * spec.head_dim))
     _cpu.attention(
         q.data_ptr(),
@@ -52,7 +55,10 @@ def paged_attention(
         spec.num_heads,
         spec.num_kv_heads,
         spec.head_dim,
-        *_request_arguments(metadata, spec, sinks, out_TX),
+        *request_arguments(metadata),
+        *score_arguments(spec),
+        0 if sinks is None else sinks.data_ptr(),
+        out_TX.data_ptr(),
     )
     return out_TX if q_THE.dtype is torch.float32 else out_TX.to(q_THE.dtype)
 
@@ -69,72 +75,74 @@ def rope_attention(
     spec: AttentionSpec,
 ) -> Tensor:
     """`rope_kv_write` and `paged_attention` in one call, for any lengths; the same bits."""
-    qkv, norms = as_float32(qkv_TX), (_optional(q_norm_E), _optional(k_norm_E))
+    qkv, heads = as_float32(qkv_TX), Heads(cos_sin_PR, q_norm_E, k_norm_E, norm_eps, spec)
     out_TX = torch.empty((qkv.shape[0], spec.num_heads * spec.head_dim))
     _cpu.rope_attention(
-        *_rope_arguments(qkv, positions_T, cos_sin_PR, norms, norm_eps, kv_cache, metadata.slot_mapping_T, spec),
-        *_request_arguments(metadata, spec, None, out_TX),
+        qkv.data_ptr(),
+        qkv.shape[1],
+        *heads.arguments,
+        *token_arguments(positions_T, kv_cache, metadata.slot_mapping_T, spec.head_dim),
+        *request_arguments(metadata),
+        *score_arguments(spec),
+        out_TX.data_ptr(),
     )
     return out_TX if qkv_TX.dtype is torch.float32 else out_TX.to(qkv_TX.dtype)
 
 
-def _optional(x: Tensor | None) -> Tensor | None:
-    return None if x is None else as_float32(x)
+class Heads:
+    """A layer's heads as the kernels take them: rotation, norms, counts.
+
+    Owns the float32 copies that `arguments` points to, where the given tensors are not float32.
+    """
+
+    def __init__(
+        self,
+        cos_sin_PR: Tensor | None,
+        q_norm_E: Tensor | None,
+        k_norm_E: Tensor | None,
+        norm_eps: float,
+        spec: AttentionSpec,
+    ) -> None:
+        assert spec.num_heads // spec.num_kv_heads <= _MAX_GROUP, f"{spec.num_heads} heads on {spec.num_kv_heads}"
+        assert spec.head_dim <= _MAX_HEAD_DIM, f"heads of {spec.head_dim}"
+        tensors = [None if x is None else as_float32(x) for x in (cos_sin_PR, q_norm_E, k_norm_E)]
+        cos_sin, q_norm, k_norm = tensors
+        self._kept = tensors
+        self.arguments: tuple[int | float, ...] = (
+            0 if cos_sin is None else cos_sin.data_ptr(),
+            0 if cos_sin is None else cos_sin.shape[1],
+            0 if q_norm is None else q_norm.data_ptr(),
+            0 if k_norm is None else k_norm.data_ptr(),
+            norm_eps,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+        )
 
 
-def _rope_arguments(
-    qkv: Tensor,
-    positions_T: Tensor,
-    cos_sin_PR: Tensor | None,
-    norms: tuple[Tensor | None, Tensor | None],
-    norm_eps: float,
-    kv_cache: Tensor,
-    slot_mapping_T: Tensor,
-    spec: AttentionSpec,
-) -> tuple[int | float, ...]:
+def token_arguments(positions_T: Tensor, kv_cache: Tensor, slot_mapping_T: Tensor, head_dim: int) -> tuple[int, ...]:
+    """Where a step's tokens go."""
     assert positions_T.is_contiguous() and slot_mapping_T.is_contiguous()
-    q_norm, k_norm = norms
-    return (
-        qkv.data_ptr(),
-        qkv.shape[1],
-        qkv.shape[0],
-        positions_T.data_ptr(),
-        0 if cos_sin_PR is None else cos_sin_PR.data_ptr(),
-        0 if cos_sin_PR is None else cos_sin_PR.shape[1],
-        0 if q_norm is None else q_norm.data_ptr(),
-        0 if k_norm is None else k_norm.data_ptr(),
-        norm_eps,
-        *_cache_arguments(kv_cache, spec.head_dim),
-        slot_mapping_T.data_ptr(),
-        spec.num_heads,
-        spec.num_kv_heads,
-        spec.head_dim,
-    )
+    num_tokens, positions = positions_T.shape[0], positions_T.data_ptr()
+    return (num_tokens, positions, *_cache_arguments(kv_cache, head_dim), slot_mapping_T.data_ptr())
 
 
-def _request_arguments(
-    metadata: AttentionMetadata, spec: AttentionSpec, sinks: Tensor | None, out_TX: Tensor
-) -> tuple[int | float, ...]:
-    assert spec.num_heads // spec.num_kv_heads <= _MAX_GROUP, f"{spec.num_heads} heads on {spec.num_kv_heads}"
+def request_arguments(metadata: AttentionMetadata) -> tuple[int, ...]:
+    """What a step's requests see."""
     table_RB, seq_lens_R = metadata.block_table_RB, metadata.seq_lens_R
-    return (
-        table_RB.data_ptr(),
-        table_RB.stride(0),
-        metadata.query_start_R1.data_ptr(),
-        seq_lens_R.data_ptr(),
-        seq_lens_R.shape[0],
-        0 if sinks is None else sinks.data_ptr(),
-        out_TX.data_ptr(),
-        spec.scale,
-        spec.window,
-        spec.softcap,
-    )
+    query_start = metadata.query_start_R1.data_ptr()
+    return (table_RB.data_ptr(), table_RB.stride(0), query_start, seq_lens_R.data_ptr(), seq_lens_R.shape[0])
+
+
+def score_arguments(spec: AttentionSpec) -> tuple[float, int, float]:
+    """How scores are formed."""
+    return (spec.scale, spec.window, spec.softcap)
 
 
 def _cache_arguments(kv_cache: Tensor, head_dim: int) -> tuple[int, int, int, int, int, int, int]:
     """Address, type, byte strides of block, K or V, head and slot, block size."""
     block, kv, head, slot, element = kv_cache.stride()
-    assert element == 1 and kv_cache.shape[4] == head_dim <= _MAX_HEAD_DIM, f"cache {kv_cache.shape}, head {head_dim}"
+    assert element == 1 and kv_cache.shape[4] == head_dim, f"cache {kv_cache.shape}, head {head_dim}"
     size = kv_cache.element_size()
     return (
         kv_cache.data_ptr(),

@@ -94,6 +94,11 @@ class CpuLinear:
         self._dtype = dtype
         self._kept = kept
 
+    @property
+    def plan(self) -> _cpu.LinearPlan:
+        """Valid as long as this linear lives."""
+        return self._plan
+
     def __call__(self, x_TK: Tensor) -> Tensor:
         return self._into_new(as_float32(x_TK), self._num_out, 0, 0.0, -1)
 

@@ -260,6 +260,38 @@ class RopeAttentionFn(Protocol):
 
 
 @dataclass(frozen=True)
+class LayerParts:
+    """What is constant for a decoder layer: residual += attention(norm(residual)); residual += mlp(norm(residual)).
+
+    Attributes:
+        qkv, output, gate_up, down: linear layers of the same table; gate_up has gate first.
+        norm_eps: of the two norms over the hidden size. head_norm_eps: of q_norm_E and k_norm_E.
+    """
+
+    attention_norm_D: Tensor
+    mlp_norm_D: Tensor
+    norm_eps: float
+    qkv: LinearFn
+    output: LinearFn
+    cos_sin_PR: Tensor | None
+    q_norm_E: Tensor | None
+    k_norm_E: Tensor | None
+    head_norm_eps: float
+    spec: AttentionSpec
+    gate_up: LinearFn
+    down: LinearFn
+    activation: Activation
+
+
+class LayerFn(Protocol):
+    """A whole layer: residual is updated in place, K and V are written to the cache. For requests of any lengths."""
+
+    def __call__(
+        self, residual_TD: Tensor, positions_T: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
 class FusedOps:
     """Ops fused with what comes before and after, where that saves launches and passes over small tensors.
 
@@ -271,6 +303,7 @@ class FusedOps:
         norm_linear: (linear, x_TD, norm_D, eps) -> linear(rms_norm(x)).
         norm_gated_linear: (linear of 2 F outputs, x_TD, norm_D, eps, activation) -> gated_activation of that, (T, F).
         linear_add: (linear, x_TK, residual_TD): residual += linear(x), in place.
+        layer: prepares a whole layer, which serves up to max_layer_rows; None where that is not worth it.
     """
 
     max_rows: int
@@ -278,6 +311,8 @@ class FusedOps:
     norm_gated_linear: Callable[[LinearFn, Tensor, Tensor, float, Activation], Tensor]
     linear_add: Callable[[LinearFn, Tensor, Tensor], None]
     rope_attention: RopeAttentionFn
+    layer: Callable[[LayerParts], LayerFn] | None = None
+    max_layer_rows: int = 0
 
 
 class TensorParallel(Protocol):
