@@ -25,6 +25,8 @@ from sonar.ops.cpu_layer import MAX_ROWS, CpuLayer
 from sonar.ops.cpu_matrix import CpuLinear, MatrixOps
 from sonar.ops.cpu_rows import activation, add_rms_norm, gated_activation, layer_norm, rms_norm
 from sonar.ops.cpu_sample import sample
+from sonar.ops.reference_experts import PerExpert, route, sort_by_expert, weighted_sum
+from sonar.ops.reference_latent import LatentOps
 
 # Fusing saves calls and passes at every size, and changes no bit.
 _ANY_ROWS = 1 << 30
@@ -45,6 +47,7 @@ def build(device: torch.device, dtype: torch.dtype, activations: ActivationMode 
         raise OpsUnavailable(f"these kernels run on the CPU, not on {device}")
     set_num_threads(torch.get_num_threads())
     matrices = MatrixOps(dtype, is_int8=activations == "int8")
+    latent = LatentOps(rms_norm, paged_attention)
     return OpTable(
         name=f"cpu ({_cpu.level()}, {'int8' if activations == 'int8' else 'float32'} activations)",
         rms_norm=rms_norm,
@@ -57,6 +60,13 @@ def build(device: torch.device, dtype: torch.dtype, activations: ActivationMode 
         linear=matrices.linear,
         embedding=matrices.embedding,
         sample=sample,
+        route=route,
+        sort_by_expert=sort_by_expert,
+        weighted_sum=weighted_sum,
+        experts=PerExpert(matrices.linear, gated_activation).experts,
+        head_linear=matrices.head_linear,
+        latent_write=latent.write,
+        latent_attention=latent.attention,
         fused=FusedOps(_ANY_ROWS, _norm_linear, _norm_gated_linear, _linear_add, rope_attention, CpuLayer, MAX_ROWS)
         if dtype is torch.float32
         else None,

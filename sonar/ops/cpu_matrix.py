@@ -17,7 +17,7 @@ from sonar.ops import _cpu
 from sonar.ops.cpu_arena import Arena
 from sonar.ops.cpu_rows import ACTIVATION_KINDS, as_float32
 from sonar.ops.reference_matrix import dequantize_rows
-from sonar.ops.table import Activation, EmbeddingFn, GGUFMatrix, Matrix, PlainMatrix
+from sonar.ops.table import Activation, EmbeddingFn, GGUFMatrix, HeadLinearFn, Matrix, PlainMatrix
 
 _PLAIN_TYPES = {
     torch.float32: GGMLQuantizationType.F32,
@@ -54,6 +54,20 @@ class MatrixOps:
             kept.append(packed)
             first += part.shape[0]
         return CpuLinear(_cpu.linear_plan(num_in, *arguments), num_out, self._dtype, tuple(kept))
+
+    def head_linear(self, matrices: Sequence[Matrix]) -> HeadLinearFn:
+        """See `sonar.ops.table.HeadLinearFactory`. Raises as `linear`."""
+        heads = [self.linear([matrix], None) for matrix in matrices]
+        num_out, dtype = matrices[0].shape[0], self._dtype
+
+        def linear(x_THK: Tensor) -> Tensor:
+            x = x_THK if x_THK.dtype is torch.float32 else x_THK.to(torch.float32)
+            y_THN = torch.empty((x.shape[0], len(heads), num_out))
+            for head, by_head in enumerate(heads):
+                by_head.write(x[:, head], y_THN[:, head])
+            return y_THN if dtype is torch.float32 else y_THN.to(dtype)
+
+        return linear
 
     def embedding(self, table: Matrix) -> EmbeddingFn:
         """See `sonar.ops.table.EmbeddingFactory`. Rows are read where they are stored. Raises as `linear`."""
@@ -120,6 +134,11 @@ class CpuLinear:
         x, num_out = as_float32(x_TK), self._num_out
         num_rows, num_in = x.shape
         _cpu.linear(self._plan, x.data_ptr(), num_in, num_rows, residual_TN.data_ptr(), num_out, 0, 0.0, -1, 1)
+
+    def write(self, x_TK: Tensor, out_TN: Tensor) -> None:
+        """out = linear(x); both float32, of any row stride."""
+        x, y = (x_TK.data_ptr(), x_TK.stride(0)), (out_TN.data_ptr(), out_TN.stride(0))
+        _cpu.linear(self._plan, *x, x_TK.shape[0], *y, 0, 0.0, -1, 0)
 
     def _into_new(self, x: Tensor, num_out: int, norm: int, eps: float, activation: int) -> Tensor:
         num_rows, num_in = x.shape

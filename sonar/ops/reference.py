@@ -6,12 +6,16 @@ torch chooses its matmul kernels by shape. Called by `sonar.ops.registry`.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from sonar.config import ActivationMode
 from sonar.errors import ConfigError
 from sonar.ops.reference_activation import activation, gated_activation
 from sonar.ops.reference_attention import paged_attention, rope_kv_write
+from sonar.ops.reference_experts import PerExpert, head_linear, route, sort_by_expert, weighted_sum
+from sonar.ops.reference_latent import LatentOps
 from sonar.ops.reference_matrix import MatrixOps
 from sonar.ops.reference_norm import add_rms_norm, layer_norm, rms_norm
 from sonar.ops.reference_sample import sample
@@ -30,6 +34,7 @@ def build(device: torch.device, dtype: torch.dtype, activations: ActivationMode 
             param="activations",
         )
     matrices = MatrixOps(device, dtype)
+    latent = LatentOps(rms_norm, paged_attention)
     return OpTable(
         name="reference",
         rms_norm=rms_norm,
@@ -42,4 +47,11 @@ def build(device: torch.device, dtype: torch.dtype, activations: ActivationMode 
         linear=matrices.linear,
         embedding=matrices.embedding,
         sample=sample,
+        route=route,
+        sort_by_expert=sort_by_expert,
+        weighted_sum=weighted_sum,
+        experts=PerExpert(matrices.linear, gated_activation).experts,
+        head_linear=partial(head_linear, matrices.dense),
+        latent_write=latent.write,
+        latent_attention=latent.attention,
     )

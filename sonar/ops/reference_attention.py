@@ -42,8 +42,8 @@ def rope_kv_write(
         k_TGE = rms_norm(k_TGE, k_norm_E, norm_eps)
     if cos_sin_PR is not None:
         cos_T1X, sin_T1X = cos_sin_PR.index_select(0, positions_T).unsqueeze(1).chunk(2, dim=-1)
-        q_THE = _rotate(q_THE, cos_T1X, sin_T1X)
-        k_TGE = _rotate(k_TGE, cos_T1X, sin_T1X)
+        q_THE = rotate(q_THE, cos_T1X, sin_T1X)
+        k_TGE = rotate(k_TGE, cos_T1X, sin_T1X)
     block_size = kv_cache.shape[3]
     where_T = (slot_mapping_T // block_size, slot_mapping_T % block_size)
     cache_BZ2GE = kv_cache.permute(0, 3, 1, 2, 4)
@@ -51,7 +51,7 @@ def rope_kv_write(
     return q_THE.contiguous()
 
 
-def _rotate(x_THE: Tensor, cos_T1X: Tensor, sin_T1X: Tensor) -> Tensor:
+def rotate(x_THE: Tensor, cos_T1X: Tensor, sin_T1X: Tensor) -> Tensor:
     """Rotates the pairs (i, i + rotary_dim / 2) of each head in float32; the rest of a head passes through."""
     half = cos_T1X.shape[-1]
     first, second, rest = torch.split(x_THE, [half, half, x_THE.shape[-1] - 2 * half], dim=-1)

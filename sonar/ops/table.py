@@ -6,7 +6,8 @@ nothing of requests.
 
 Legend of shape suffixes: T tokens of the step, R requests of the step, S rows sampled from, D hidden, F intermediate
 (of this rank), H query heads, G kv heads, E head_dim, V vocabulary, N out features, K in features, B blocks of the
-longest table, P positions, L layers of the cache group, Z block size.
+longest table, P positions, L layers of the cache group, Z block size. Of mixtures of experts: X experts (X1 = X + 1), J
+experts a token, M rows sorted by expert. Of latent attention: C latent dimensions, R rotated ones.
 
 **Numerics every backend owes on the CPU, and on a GPU in deterministic mode**: the value of an output row depends on
 that row's inputs alone: not on T, on the other rows, on how a prompt was cut into chunks, or on whether its past was
@@ -64,10 +65,73 @@ class GGUFMatrix:
 
 
 Matrix = PlainMatrix | GGUFMatrix
+
+
+class Scoring(Enum):
+    """How a router's logits become weights. SOFTMAX and SIGMOID score all experts, then choose; SOFTMAX_OF_CHOSEN
+    chooses by the logits, then takes the softmax of those J."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    SOFTMAX_OF_CHOSEN = "softmax_of_chosen"
+
+
+@dataclass(frozen=True)
+class RoutingSpec:
+    """How a token's experts are chosen and weighed.
+
+    Attributes:
+        top_k: J. renormalize: divide the chosen weights by their sum (+ 1e-20). scale: multiplies them after that.
+        num_groups, top_groups: experts lie in num_groups equal runs, and only those of the best top_groups are chosen
+            from; 1, 1 = off.
+        group_best: a group's score is the sum of its so many best (scores with bias).
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: Scoring = Scoring.SOFTMAX
+    renormalize: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """gpt_oss's unit: g = min(gate, limit), u = clamp(up, -limit, limit); (u + 1) * g * sigmoid(alpha * g)."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+ExpertActivation = Activation | ClampedSwiglu
+"""An Activation means activation(gate) * up."""
+
+
+@dataclass(frozen=True)
+class ExpertOrder:
+    """A step's (token, choice) pairs sorted by expert, those of one expert by token; M = T * J.
+
+    Attributes:
+        tokens_M: int64, the token of each row. offsets_X1: int32, first row of each expert, then M.
+        places_TJ: int64, the row of each token's j-th choice.
+    """
+
+    tokens_M: Tensor
+    offsets_X1: Tensor
+    places_TJ: Tensor
+
+
 LinearFn = Callable[[Tensor], Tensor]
 """x_TK -> y_TN in x's dtype (y = x W^T + bias)."""
 EmbeddingFn = Callable[[Tensor], Tensor]
 """token_ids_T (int64) -> x_TD in the compute dtype."""
+ExpertsFn = Callable[[Tensor, Tensor], Tensor]
+"""(x_MD sorted by expert, offsets_X1 int32 on the same device) -> y_MD in x's dtype. M may be 0, experts may have no
+rows. Knows nothing of tokens and routing weights. A row's bits depend on that row and its expert alone."""
+HeadLinearFn = Callable[[Tensor], Tensor]
+"""x_THK (any strides, contiguous K) -> y_THN, contiguous: head h by its own matrix."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +279,105 @@ class LinearFactory(Protocol):
     def __call__(self, parts: Sequence[Matrix], bias_N: Tensor | None) -> LinearFn: ...
 
 
+class RouteFn(Protocol):
+    """Chooses and weighs each token's experts.
+
+    Args:
+        logits_TX: the router's; scored in float32.
+        bias_X: float32, added to the scores for the choice (of groups too), not to the weights; or None.
+    Returns:
+        expert_ids_TJ int64 and weights_TJ float32, by falling choice score, equal ones by rising id (of groups too). A
+        token's choice depends on its own logits alone. No host wait.
+    """
+
+    def __call__(self, logits_TX: Tensor, bias_X: Tensor | None, spec: RoutingSpec) -> tuple[Tensor, Tensor]: ...
+
+
+class SortByExpertFn(Protocol):
+    """The order in which rows go through the experts; no host wait. Ids lie in 0 .. num_experts - 1."""
+
+    def __call__(self, expert_ids_TJ: Tensor, num_experts: int) -> ExpertOrder: ...
+
+
+class WeightedSumFn(Protocol):
+    """Each token's experts added up: out[t] = ((w_t0 y[p_t0]) + w_t1 y[p_t1]) + ..., in float32 in the order of the
+    choices, every product rounded before it is added; rounded once to y's dtype.
+
+    Args:
+        y_MD: rows of experts. places_TJ: int64. weights_TJ: float32.
+    Returns:
+        (T, D), contiguous.
+    """
+
+    def __call__(self, y_MD: Tensor, places_TJ: Tensor, weights_TJ: Tensor) -> Tensor: ...
+
+
+class ExpertsFactory(Protocol):
+    """Prepares the gated MLPs of this rank's experts: down(unit(gate_up(x))), each expert by its own matrices.
+
+    Args:
+        gate_up: per expert, matrices stacked along N to 2 F rows, the gate's F first: [gate, up] or one fused. All
+            experts alike in shapes and formats, as a rule; a backend copes with mixed formats or raises `ModelError`.
+        down: per expert (D, F).
+        gate_up_bias_XF, down_bias_XD: (X, 2 F) and (X, D), or None.
+    """
+
+    def __call__(
+        self,
+        gate_up: Sequence[Sequence[Matrix]],
+        down: Sequence[Matrix],
+        activation: ExpertActivation,
+        gate_up_bias_XF: Tensor | None = None,
+        down_bias_XD: Tensor | None = None,
+    ) -> ExpertsFn: ...
+
+
+class HeadLinearFactory(Protocol):
+    """Prepares one product a head from H matrices (N, K) of one shape."""
+
+    def __call__(self, matrices: Sequence[Matrix]) -> HeadLinearFn: ...
+
+
+class LatentWriteFn(Protocol):
+    """Latent attention's counterpart of `RopeKVWriteFn`: normalizes the latent, rotates queries and key, writes.
+
+    Args:
+        q_rope_THR: the queries' rotated dimensions, any strides but a contiguous R.
+        latent_TX: (T, C + R): latent before its norm, then the key's rotated dimensions, shared by all heads.
+        norm_C: RMSNorm weight. cos_sin_PR: as in `RopeKVWriteFn`, over R.
+        kv_cache: (num_blocks, 1, 1, Z, C + R); norm(latent), then the rotated key.
+    Returns:
+        the queries' dimensions rotated, (T, H, R).
+    """
+
+    def __call__(
+        self,
+        q_rope_THR: Tensor,
+        latent_TX: Tensor,
+        positions_T: Tensor,
+        cos_sin_PR: Tensor,
+        norm_C: Tensor,
+        norm_eps: float,
+        kv_cache: Tensor,
+        slot_mapping_T: Tensor,
+    ) -> Tensor: ...
+
+
+class LatentAttentionFn(Protocol):
+    """`PagedAttentionFn` where one vector a token is key and, in its first C dimensions, value of all heads.
+
+    Args:
+        q_THX: (T, H, C + R). kv_cache: as in `LatentWriteFn`.
+        spec: num_kv_heads 1, head_dim C + R. value_dim: C.
+    Returns:
+        (T, H, C), q's dtype, any strides but a contiguous C.
+    """
+
+    def __call__(
+        self, q_THX: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec, value_dim: int
+    ) -> Tensor: ...
+
+
 class EmbeddingFactory(Protocol):
     """Prepares a look-up of rows of a stored matrix (V, D)."""
 
@@ -351,6 +514,43 @@ class TensorParallel(Protocol):
 
 
 @dataclass(frozen=True)
+class DispatchedRows:
+    """What `ExpertExchange.dispatch` brought here, and the way back of what the experts make of it.
+
+    Attributes:
+        x_MD: rows for the experts of this rank, in the order of its slots.
+        offsets_X1: int32, first row of each slot, then M.
+        combine: y_MD -> the weighted sums of this rank's own tokens, (T, D), as `WeightedSumFn` adds them. Called once,
+            in the same order of layers on all ranks.
+    """
+
+    x_MD: Tensor
+    offsets_X1: Tensor
+    combine: Callable[[Tensor], Tensor]
+
+
+class ExpertExchange(Protocol):
+    """One layer's way between tokens and experts. Ranks with no token call it too, with T = 0."""
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """The experts whose weights this rank holds, by place; one may be held by several ranks."""
+        ...
+
+    def dispatch(self, hidden_TD: Tensor, expert_ids_TJ: Tensor, weights_TJ: Tensor) -> DispatchedRows:
+        """Sends each token to the ranks of its experts."""
+        ...
+
+
+class ExpertParallel(Protocol):
+    """What layers need of the ranks that share out the experts."""
+
+    def exchange(self, layer: int, num_experts: int) -> ExpertExchange:
+        """Of one layer, made at load."""
+        ...
+
+
+@dataclass(frozen=True)
 class OpTable:
     """The ops of one backend.
 
@@ -360,6 +560,7 @@ class OpTable:
         is_capturable: every op may be captured in a CUDA graph: no host wait, launches that depend on shapes alone.
             `rope_kv_write` then writes no token of a negative slot, and attention gives zeros for a seq_len of 0.
         parallel: the ranks that hold the other parts of the layers; None when the rank holds whole layers.
+        expert_parallel: the ranks that hold the other experts; None when the rank holds all.
     """
 
     name: str
@@ -373,6 +574,14 @@ class OpTable:
     linear: LinearFactory
     embedding: EmbeddingFactory
     sample: SampleFn
+    route: RouteFn
+    sort_by_expert: SortByExpertFn
+    weighted_sum: WeightedSumFn
+    experts: ExpertsFactory
+    head_linear: HeadLinearFactory
+    latent_write: LatentWriteFn
+    latent_attention: LatentAttentionFn
     fused: FusedOps | None = None
     is_capturable: bool = False
     parallel: TensorParallel | None = None
+    expert_parallel: ExpertParallel | None = None
