@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sonar.errors import ConfigError
 
@@ -42,6 +42,68 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class MoeConfig:
+    """The mixture of experts in a model's sparse layers.
+
+    Attributes:
+        top_k: experts a token. intermediate_size: of one expert. shared_intermediate_size: of the experts that every
+            token goes through, taken together; 0 = none. Of a rank's shard both are the rank's own.
+        sparse_layers: layers with experts; the others have a dense MLP.
+        scoring: "softmax", "sigmoid" or "softmax_of_chosen", as `sonar.ops.table.Scoring`.
+        renormalize, scale, num_groups, top_groups, group_best: as in `sonar.ops.table.RoutingSpec`.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    sparse_layers: frozenset[int]
+    shared_intermediate_size: int = 0
+    scoring: str = "softmax"
+    renormalize: bool = False
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(f"{self.top_k} experts a token of {self.num_experts}; give 1 to {self.num_experts}")
+        if self.num_experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
+            raise ConfigError(
+                f"{self.top_groups} of {self.num_groups} groups of {self.num_experts} experts; groups are equal"
+            )
+        if self.top_groups * (self.num_experts // self.num_groups) < self.top_k:
+            raise ConfigError(f"{self.top_groups} groups hold fewer than {self.top_k} experts")
+
+
+@dataclass(frozen=True)
+class MlaConfig:
+    """Multi-head latent attention: keys and values of all heads come from one latent vector a token.
+
+    Attributes:
+        q_lora_rank: of the queries' latent; 0 = queries come from the hidden state.
+        kv_lora_rank: of the cached latent. qk_nope_head_dim, qk_rope_head_dim: a head's dimensions without and with
+            rotation; their sum is `ModelConfig.head_dim`. v_head_dim: of a head's values.
+        is_interleaved: rotated pairs are neighbours in the checkpoint, not halves apart.
+    """
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int = 0
+    is_interleaved: bool = True
+
+
+class CacheShape(NamedTuple):
+    """What a layer caches of a token: planes (K and V, or one latent for both), heads, numbers of a head."""
+
+    num_planes: int
+    num_heads: int
+    dim: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only model's shape, from `config.json` or GGUF metadata; independent of its weights' format.
 
@@ -54,6 +116,7 @@ class ModelConfig:
         extra: numbers only one family needs (softcap, query scalar, ...), read by that family's file alone.
         stage: first layer and the one after the last that this rank computes; None = all. Of a rank's shard of a model
             (`sonar.distributed.shard_map`) heads and intermediate size are the rank's own too.
+        moe: the experts; None in dense models. mla: latent attention; None where K and V are cached head by head.
     """
 
     architecture: str
@@ -78,6 +141,15 @@ class ModelConfig:
     quantization: str | None = None
     extra: dict[str, float] = field(default_factory=dict)
     stage: tuple[int, int] | None = None
+    moe: MoeConfig | None = None
+    mla: MlaConfig | None = None
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """What a layer caches of a token."""
+        if self.mla is not None:
+            return CacheShape(1, 1, self.mla.kv_lora_rank + self.mla.qk_rope_head_dim)
+        return CacheShape(2, self.num_kv_heads, self.head_dim)
 
     @property
     def layers(self) -> range:

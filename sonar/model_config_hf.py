@@ -7,19 +7,28 @@ Torch-free.
 What `ModelConfig.extra` holds (a flag is 1.0; absent when the model does without):
     query_pre_attn_scalar, attn_logit_softcapping, final_logit_softcapping   gemma3_text
     scale_attn_weights (0.0 when off), scale_attn_by_inverse_layer_idx       gpt2
-    o_proj_bias, mlp_bias                                                    llama; the first in qwen3 too
+    o_proj_bias, mlp_bias                                                    llama; the first in qwen3, qwen3_moe too
+    swiglu_alpha, swiglu_limit                                               gpt_oss
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sonar.config import LayerKind, ModelConfig, RopeConfig
 from sonar.config_fields import MAX_LAYERS, Fields
 from sonar.errors import ConfigError, ModelError
+from sonar.model_config_moe import (
+    read_deepseek_experts,
+    read_gpt_oss_experts,
+    read_latent_attention,
+    read_mixtral_experts,
+    read_qwen_experts,
+)
 from sonar.rope_fields import read_rope, yarn_reach
 
 _SERVED_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -186,6 +195,68 @@ def _qwen3(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     return ModelConfig("qwen3", **arguments, qkv_bias=has_bias, extra=_flags({"o_proj_bias": has_bias}))
 
 
+def _mixtral(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    dense = _mistral(fields, eos_token_ids)
+    return replace(dense, architecture="mixtral", moe=read_mixtral_experts(fields))
+
+
+def _qwen2_moe(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    dense = _qwen2(fields, eos_token_ids)
+    has_bias = fields.get_bool("qkv_bias", True)
+    moe = read_qwen_experts(fields, has_shared=True)
+    return replace(dense, architecture="qwen2_moe", qkv_bias=has_bias, moe=moe)
+
+
+def _qwen3_moe(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """Its head_dim has no default of its own."""
+    num_heads = fields.get_int("num_attention_heads")
+    head_dim = fields.get_int("head_dim", max(1, fields.get_int("hidden_size") // num_heads))
+    dense = _qwen3(Fields({**fields.values, "head_dim": head_dim}, fields.where), eos_token_ids)
+    return replace(dense, architecture="qwen3_moe", moe=read_qwen_experts(fields, has_shared=False))
+
+
+def _gpt_oss(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    arguments = {**_common(fields, eos_token_ids), "head_dim": fields.get_int("head_dim", 64)}
+    arguments["norm_eps"] = fields.get_float("rms_norm_eps", 1e-5)
+    num_layers = arguments["num_layers"]
+    kinds = tuple(LayerKind.FULL if i % 2 else LayerKind.SLIDING for i in range(num_layers))
+    _set_window(fields, arguments, _listed_kinds(fields, num_layers) or kinds)
+    _set_rope(fields, arguments)
+    extra = {
+        "swiglu_alpha": fields.get_float("swiglu_alpha", 1.702),
+        "swiglu_limit": fields.get_float("swiglu_limit", 7.0),
+    }
+    has_bias = fields.get_bool("attention_bias", True)
+    return ModelConfig("gpt_oss", **arguments, qkv_bias=has_bias, extra=extra, moe=read_gpt_oss_experts(fields))
+
+
+def _deepseek_v2(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    return _deepseek(fields, eos_token_ids, is_v3=False)
+
+
+def _deepseek_v3(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    return _deepseek(fields, eos_token_ids, is_v3=True)
+
+
+def _deepseek(fields: Fields, eos_token_ids: tuple[int, ...], *, is_v3: bool) -> ModelConfig:
+    """Every head has its own keys and values, so `num_key_value_heads` says nothing; `head_dim` means the rotated
+    dimensions here."""
+    if fields.get_bool("mlp_bias", False):
+        raise ModelError(f"{fields.where}: mlp_bias is not supported in this family", param="model")
+    mla = read_latent_attention(fields, is_v3=is_v3)
+    arguments = {**_common(fields, eos_token_ids), "head_dim": mla.qk_rope_head_dim}
+    _set_rope(fields, arguments)
+    arguments["head_dim"] = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    arguments["num_kv_heads"] = arguments["num_heads"]
+    return ModelConfig(
+        "deepseek_v3" if is_v3 else "deepseek_v2",
+        **arguments,
+        qkv_bias=fields.get_bool("attention_bias", False),
+        moe=read_deepseek_experts(fields, is_v3=is_v3),
+        mla=mla,
+    )
+
+
 def _phi3(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
     arguments = _common(fields, eos_token_ids)
     num_layers = arguments["num_layers"]
@@ -279,4 +350,10 @@ _FAMILIES: dict[str, Callable[[Fields, tuple[int, ...]], ModelConfig]] = {
     "gemma3_text": _gemma3,
     "phi3": _phi3,
     "gpt2": _gpt2,
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "gpt_oss": _gpt_oss,
 }

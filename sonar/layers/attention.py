@@ -16,6 +16,7 @@ class Attention:
         qkv: x_TD -> (T, (H + 2 G) * E): Q heads, K heads, V heads. output: (T, H * E) -> (T, D).
         cos_sin_PR: the layer kind's rotary table, or None for learned positions.
         q_norm_E, k_norm_E: RMSNorm weights per head, or None. norm_eps: theirs.
+        sinks_H: one more logit a head in the softmax's denominator, or None.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Attention:
         q_norm_E: Tensor | None = None,
         k_norm_E: Tensor | None = None,
         norm_eps: float = 0.0,
+        sinks_H: Tensor | None = None,
     ) -> None:
         self.spec = spec
         self._qkv = qkv
@@ -39,7 +41,8 @@ class Attention:
         self._norm_eps = norm_eps
         self._rope_kv_write = ops.rope_kv_write
         self._paged_attention = ops.paged_attention
-        self._rope_attention = ops.fused.rope_attention if ops.fused is not None else None
+        self._sinks_H = sinks_H
+        self._rope_attention = ops.fused.rope_attention if ops.fused is not None and sinks_H is None else None
 
     def __call__(self, x_TD: Tensor, positions_T: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """Writes this step's K and V to the cache and returns a new (T, D) tensor."""
@@ -60,7 +63,7 @@ class Attention:
 
     def whole_layer(self, fused: FusedOps, norm: RmsNorm, mlp: GatedMlp, mlp_norm: RmsNorm) -> LayerFn | None:
         """This attention and an MLP as one op; None where the backend has none."""
-        if fused.layer is None:
+        if fused.layer is None or self._sinks_H is not None:
             return None
         assert norm.eps == mlp_norm.eps, f"norms of one layer differ: {norm.eps}, {mlp_norm.eps}"
         return fused.layer(
@@ -105,4 +108,4 @@ class Attention:
             metadata.slot_mapping_T,
             self.spec,
         )
-        return self._paged_attention(q_THE, kv_cache, metadata, self.spec)
+        return self._paged_attention(q_THE, kv_cache, metadata, self.spec, self._sinks_H)

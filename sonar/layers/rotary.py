@@ -68,8 +68,8 @@ def attention_factor(rope: RopeConfig) -> float:
     factor = _parameter(rope, "factor")
     mscale, mscale_all_dim = rope.parameters.get("mscale", 0.0), rope.parameters.get("mscale_all_dim", 0.0)
     if mscale and mscale_all_dim:
-        return _yarn_mscale(factor, mscale) / _yarn_mscale(factor, mscale_all_dim)
-    return _yarn_mscale(factor, 1.0)
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+    return yarn_mscale(factor, 1.0)
 
 
 def _llama3(inv_freq_X: Tensor, rope: RopeConfig) -> Tensor:
@@ -104,7 +104,8 @@ def _yarn_pair(rope: RopeConfig, context: float, rotations: float) -> float:
     return rope.dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 
-def _yarn_mscale(factor: float, mscale: float) -> float:
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's sharpening for a context `factor` times as long (section 3.4), weighted."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from sonar.ops.table import AttentionMetadata, Matrix
@@ -54,8 +55,8 @@ class WeightSource(Protocol):
         """Whether the checkpoint has this tensor."""
         ...
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A dense tensor (norm weight, bias) in the compute dtype on the device.
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """A dense tensor (norm weight, bias) on the device, in the compute dtype or another.
 
         Raises:
             ModelError: it is missing, truncated or of another shape; the text names the tensor.

@@ -9,13 +9,15 @@ Weight names (N, K in brackets; H heads, G kv heads, E head_dim, D hidden, F int
     self_attn.o_proj.weight (D, H E)
     mlp.{gate,up}_proj.weight (F, D), or fused mlp.gate_up_proj.weight (2 F, D); mlp.down_proj.weight (D, F)
     input_layernorm.weight, post_attention_layernorm.weight (D)
-    and by traits: self_attn.{q,k}_norm.weight (E), biases, {pre,post}_feedforward_layernorm.weight (D)
+    in sparse layers, instead of mlp.*, those of `sonar.layers.moe`; with latent attention those of
+    `sonar.layers.latent_attention`; by traits: self_attn.{q,k}_norm.weight (E), self_attn.sinks (H), biases,
+    {pre,post}_feedforward_layernorm.weight (D)
 `rope_freqs.weight` (rotated dims / 2) is read if the source has it: GGUF files state Llama 3's scaling by this tensor.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,12 +25,14 @@ from torch import Tensor
 from sonar.config import LayerKind, ModelConfig
 from sonar.layers.attention import Attention
 from sonar.layers.embedding import VocabTables
+from sonar.layers.latent_attention import LatentAttention, load_latent_attention
 from sonar.layers.linear import Part, load_linear, load_summed_linear
 from sonar.layers.mlp import GatedMlp, find_activation
+from sonar.layers.moe import MoeMlp, MoeTraits, load_moe
 from sonar.layers.norms import RmsNorm, load_norm_weight
 from sonar.layers.rotary import build_cos_sin
 from sonar.models.base import ForwardBatch, WeightSource
-from sonar.ops.table import AttentionMetadata, AttentionSpec, LayerFn, LinearFn, OpTable
+from sonar.ops.table import AttentionMetadata, AttentionSpec, ClampedSwiglu, LayerFn, LinearFn, OpTable
 
 ROPE_FACTORS_NAME = "rope_freqs.weight"
 
@@ -45,6 +49,8 @@ class DecoderTraits:
         norm_offset: added to every norm weight.
         attention_scale: of the scores; 0 = 1 / sqrt(head_dim). attention_softcap, logit_softcap: 0 = off.
         embedding_scale: multiplies the embedding's output.
+        sinks: self_attn.sinks (H) takes part in attention's softmax.
+        experts: of sparse layers. expert_unit: in place of the configuration's activation.
     """
 
     qkv_bias: bool = False
@@ -58,6 +64,9 @@ class DecoderTraits:
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
+    sinks: bool = False
+    experts: MoeTraits = field(default_factory=MoeTraits)
+    expert_unit: ClampedSwiglu | None = None
 
 
 class DecoderModel:
@@ -141,7 +150,7 @@ class _DecoderLayer:
         # Between a layer's product and the residual, tensor parallel ranks add up what they have.
         self._fused = None if traits.sandwich_norms or ops.parallel is not None else ops.fused
         self._whole: LayerFn | None = None
-        if self._fused is not None:
+        if self._fused is not None and isinstance(self._attention, Attention) and isinstance(self._mlp, GatedMlp):
             self._whole = self._attention.whole_layer(self._fused, self._input_norm, self._mlp, self._mlp_norm)
 
     def __call__(
@@ -185,7 +194,10 @@ def _load_attention(
     traits: DecoderTraits,
     index: int,
     cos_sin_PR: Tensor,
-) -> Attention:
+) -> Attention | LatentAttention:
+    if config.mla is not None:
+        scale = traits.attention_scale or config.head_dim**-0.5
+        return load_latent_attention(config, weights, ops, index, cos_sin_PR, scale)
     prefix = f"model.layers.{index}.self_attn."
     head_dim, norm_eps = config.head_dim, config.norm_eps
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
@@ -215,10 +227,16 @@ def _load_attention(
         q_norm_E=q_norm_E,
         k_norm_E=k_norm_E,
         norm_eps=norm_eps,
+        sinks_H=weights.tensor(f"{prefix}sinks", (config.num_heads,)) if traits.sinks else None,
     )
 
 
-def _load_mlp(config: ModelConfig, weights: WeightSource, ops: OpTable, traits: DecoderTraits, index: int) -> GatedMlp:
+def _load_mlp(
+    config: ModelConfig, weights: WeightSource, ops: OpTable, traits: DecoderTraits, index: int
+) -> GatedMlp | MoeMlp:
+    if config.moe is not None and index in config.moe.sparse_layers:
+        unit = traits.expert_unit or find_activation(config.activation)
+        return load_moe(weights, ops, index, config.hidden_size, config.moe, unit, traits.experts)
     prefix, hidden, intermediate = f"model.layers.{index}.mlp.", config.hidden_size, config.intermediate_size
     parts = [Part(f"{prefix}gate_proj", intermediate), Part(f"{prefix}up_proj", intermediate)]
     if traits.fused_projections:

@@ -21,13 +21,19 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 MODELS: dict[str, str] = {
+    "deepseek_v2": "sonar.models.deepseek:DeepseekV2Model",
+    "deepseek_v3": "sonar.models.deepseek:DeepseekV3Model",
     "gemma3_text": "sonar.models.gemma3:Gemma3TextModel",
     "gpt2": "sonar.models.gpt2:GPT2Model",
+    "gpt_oss": "sonar.models.gpt_oss:GptOssModel",
     "llama": "sonar.models.llama:LlamaModel",
     "mistral": "sonar.models.mistral:MistralModel",
+    "mixtral": "sonar.models.mixtral:MixtralModel",
     "phi3": "sonar.models.phi3:Phi3Model",
     "qwen2": "sonar.models.qwen2:Qwen2Model",
+    "qwen2_moe": "sonar.models.qwen_moe:Qwen2MoeModel",
     "qwen3": "sonar.models.qwen3:Qwen3Model",
+    "qwen3_moe": "sonar.models.qwen_moe:Qwen3MoeModel",
 }
 
 # What checkpoints hold beside their weights: constants that are computed anew here, and a tied head's copy.

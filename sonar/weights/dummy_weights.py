@@ -44,10 +44,10 @@ class DummyWeights:
             return config.qkv_bias
         return bool(config.extra.get("o_proj_bias" if layer == "o_proj" else "mlp_bias", 0.0))
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """See `WeightSource.tensor`; never raises."""
-        center = 0.0 if name.endswith(".bias") else self._norm_center
-        return self._normal(name, shape).mul_(_BIAS_SCALE).add_(center)
+        center = 0.0 if name.endswith(("bias", ".sinks")) else self._norm_center
+        return self._normal(name, shape).mul_(_BIAS_SCALE).add_(center).to(dtype or self._dtype)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         """See `WeightSource.matrix`; never raises."""

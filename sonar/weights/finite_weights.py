@@ -47,9 +47,9 @@ class FiniteWeights:
         """Whether the checkpoint has this tensor."""
         return self._source.has(name)
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """See `WeightSource.tensor`."""
-        tensor = self._source.tensor(name, shape)
+        tensor = self._source.tensor(name, shape, dtype)
         _refuse(name, _all_finite(tensor))
         return tensor
 

@@ -37,7 +37,7 @@ class GGUFWeights:
         """Whether the file has this tensor."""
         return self._names.to_gguf(name) in self._file.tensors
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """See `WeightSource.tensor`."""
         stored = self._find(name, shape)
         rows = self._file.rows(stored)
@@ -49,7 +49,7 @@ class GGUFWeights:
         values = _unpermute(values.reshape(shape), self._permuted_heads(name))
         if self._norm_offset and name.endswith("norm.weight"):
             values = values.float() - self._norm_offset
-        return values.to(self._device, self._dtype, copy=True)
+        return values.to(self._device, dtype or self._dtype, copy=True)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         """See `WeightSource.matrix`."""

@@ -49,9 +49,9 @@ class SafetensorsWeights:
         """Whether the checkpoint has this tensor."""
         return name in self._stored
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """See `WeightSource.tensor`."""
-        return self._load(name, shape).to(self._device, self._dtype, copy=True)
+        return self._load(name, shape).to(self._device, dtype or self._dtype, copy=True)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         """See `WeightSource.matrix`."""

@@ -40,10 +40,10 @@ class ShardedWeights:
         """Whether the checkpoint has this tensor."""
         return self._source.has(name)
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """See `WeightSource.tensor`."""
         cut = self._shard.cut(name)
-        whole = self._source.tensor(name, _whole_shape(name, cut, shape))
+        whole = self._source.tensor(name, _whole_shape(name, cut, shape), dtype)
         if cut.is_zero:
             return torch.zeros_like(whole)
         return whole if cut.rows is None else torch.cat([whole[span.start : span.stop] for span in cut.rows])

@@ -1,6 +1,7 @@
 """The memory of the paged KV cache on one rank: one tensor a cache group, and the views that layers read and write.
 
-Shape of a group: (num_blocks, L, 2, G, Z, E), contiguous. A block is one contiguous piece over all layers of its group,
+Shape of a group: (num_blocks, L, 2, G, Z, E), contiguous; with latent attention (num_blocks, L, 1, 1, Z, C + R), the
+numbers of `ModelConfig.cache_shape`. A block is one contiguous piece over all layers of its group,
 so that moving it to another replica is one descriptor (measured on device memory: a transfer wants megabytes, not
 kilobytes, a descriptor). Knows nothing of which block belongs to whom. Called by the model runner.
 
@@ -26,6 +27,7 @@ class CacheLayout:
     Attributes:
         groups: in the order by which messages number them (`sonar.kvcache.groups.cache_groups`), with the layers of
             this rank's pipeline stage, of which a group may have none.
+        num_planes, num_kv_heads, head_dim: as `ModelConfig.cache_shape`.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -33,6 +35,7 @@ class CacheLayout:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    num_planes: int = 2
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:
@@ -42,8 +45,8 @@ class CacheLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        """Bytes of what one layer caches of one token."""
+        return self.num_planes * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def block_bytes(self, group: int) -> int:
         """Bytes of one block of a group, over all its layers."""
@@ -81,7 +84,13 @@ class KVCache:
 
 def _allocate(layout: CacheLayout, group: int, num_blocks: int, device: torch.device) -> Tensor:
     """Zeros, because masked attention still multiplies what it masks, and zero times garbage may be NaN."""
-    block = (len(layout.groups[group].layers), 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+    block = (
+        len(layout.groups[group].layers),
+        layout.num_planes,
+        layout.num_kv_heads,
+        layout.block_size,
+        layout.head_dim,
+    )
     needed = num_blocks * layout.block_bytes(group)
     try:
         if device.type == "cpu" and needed:  # a pipeline stage may have no layer of the group

@@ -102,10 +102,11 @@ def load_runner(
     groups = cache_groups(whole)
     layout = CacheLayout(
         tuple(group.within(local.layers) for group in groups),
-        local.num_kv_heads,
-        local.head_dim,
+        local.cache_shape.num_heads,
+        local.cache_shape.dim,
         resolved.cache.block_size,
         DTYPES[resolved.cache.dtype],
+        local.cache_shape.num_planes,
     )
     progress("measure memory", 0, 0)
     vocabulary = Vocabulary(whole.vocab_size, whole.eos_token_ids)

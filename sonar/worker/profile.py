@@ -69,6 +69,11 @@ def estimate_activations(model: ModelConfig, config: EngineConfig) -> int:
     batch, each held twice."""
     per_token = 4 * model.hidden_size + 3 * model.intermediate_size
     per_token += (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    if model.moe is not None:  # every choice is a row of its own
+        per_token += model.moe.top_k * (2 * model.hidden_size + 3 * model.moe.intermediate_size)
+        per_token += 3 * model.moe.shared_intermediate_size
+    if model.mla is not None:  # queries and attention's output in the latent space
+        per_token += 2 * model.num_heads * model.cache_shape.dim
     numbers = config.scheduler.max_step_tokens * per_token + config.scheduler.max_num_requests * model.vocab_size
     return 2 * 4 * numbers
 

@@ -36,7 +36,8 @@ class PagedRunner:
         views: dict[int, Tensor] = {}
         for kind in self._kinds:
             layers = [i for i, of in enumerate(config.layer_kinds) if of is kind]
-            shape = (NUM_BLOCKS, len(layers), 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+            planes, heads, dim = config.cache_shape
+            shape = (NUM_BLOCKS, len(layers), planes, heads, BLOCK_SIZE, dim)
             cache = torch.full(shape, float("nan"), dtype=dtype, device=device)
             views |= {layer: cache[:, place] for place, layer in enumerate(layers)}
         self._kv_layers = tuple(views[layer] for layer in range(config.num_layers))
