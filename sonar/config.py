@@ -284,8 +284,9 @@ class EngineConfig:
         model: folder, `.gguf` file, hub id or alias.
         load_format: "auto" reads weights; "dummy" makes random ones of the right shapes.
         threads: CPU threads; 0 = as many as the process may use.
-        activations: what quantized weights are multiplied with on a CPU: "float32", or "int8" (8 bits with a scale for
-            each 32 numbers, in integer arithmetic: faster, not exact).
+        activations: what quantized weights are multiplied with on a CPU: "float32" (exact), or "int8" (8 bits with a
+            scale for each 32 numbers, in integer arithmetic: several times faster; its cost in perplexity is in
+            benchmarks/RESULTS.md). auto: int8 where the weights are quantized and the compiled kernels installed.
     """
 
     model: str

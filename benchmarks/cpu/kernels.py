@@ -31,9 +31,10 @@ LARGE_SHAPES = {"head 49152x576": (49152, 576), "gate_up 17920x1536": (17920, 15
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine can do: bytes, floating-point and integer operations a second."""
+    """What the machine can do a second: bytes read from huge and from small pages, f32 and integer operations."""
 
     read: float
+    read_small_pages: float
     float_ops: float
     integer_ops: float
 
@@ -54,10 +55,6 @@ def median_seconds(call: Callable[[], object], rounds: int, at_least_s: float = 
 
 def measure_ceilings(rounds: int) -> Ceilings:
     """Best of the rounds: a ceiling is what the machine can do, not what it does on average."""
-    size = 512 << 20
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    data = torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
     arithmetic = []
     for kernel in (_cpu.float_ceiling, _cpu.dot_ceiling):
         best = 0.0
@@ -66,12 +63,22 @@ def measure_ceilings(rounds: int) -> Ceilings:
             operations = kernel(1 << 24)
             best = max(best, operations / (time.perf_counter() - begin))
         arithmetic.append(best)
-    read = 0.0
+    read, read_small_pages = (_read_rate(advice, rounds) for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE))
+    return Ceilings(read, read_small_pages, arithmetic[0], arithmetic[1])
+
+
+def _read_rate(advice: int, rounds: int) -> float:
+    """Bytes a second of memory too large for any cache; the best of the rounds."""
+    size = 512 << 20
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(advice)
+    data = torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+    best = 0.0
     for _ in range(rounds):
         begin = time.perf_counter()
         _cpu.read_ceiling(data.data_ptr(), size)
-        read = max(read, size / (time.perf_counter() - begin))
-    return Ceilings(read, arithmetic[0], arithmetic[1])
+        best = max(best, size / (time.perf_counter() - begin))
+    return best
 
 
 def random_matrix(type_name: str, num_rows: int, num_columns: int) -> GGUFMatrix:

@@ -1,12 +1,13 @@
 """Sonar against llama.cpp in one run: the same GGUF file, the same threads, turn by turn, medians with ranges.
 
     pip install xllamacpp
-    python benchmarks/peers/offline.py MODEL.gguf [--threads 2] [--rounds 5] [--activations int8]
+    python -m benchmarks.peers.offline MODEL.gguf [--threads 2] [--rounds 5] [--activations int8] [--transformers]
 
 Each engine lives in a process of its own and waits while the other works, so other load on the machine meets both.
 Work: a prompt of 512 random tokens (tokens a second until the first token is out), then decoding 1 and 16 streams
 (16-token prompts; the time for one token is taken off). llama.cpp runs its server core with 16 slots and no prompt
-cache; Sonar its offline API without prefix cache. Prints the machine's ceilings first.
+cache; Sonar its offline API without prefix cache; transformers, when asked for, `generate` in float32. Prints what the
+machine can do, and which share of what that allows Sonar reached.
 """
 
 from __future__ import annotations
@@ -16,16 +17,22 @@ import json
 import multiprocessing
 import os
 import random
-import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+
+from benchmarks.cpu.kernels import Ceilings, measure_ceilings
+from benchmarks.peers.limits import read_cost
+from benchmarks.peers.tables import OURS, THEIRS, table
+from sonar.ops import _cpu, cpu
 
 Generate = Callable[[list[list[int]], int], float]
 """(prompts, output tokens each) -> seconds."""
 WORK = ("prompt of 512", "decode, 1 stream", "decode, 16 streams")
+PROMPT_LEN = 512
 NUM_SLOTS = 16
 MAX_TOKEN = 30_000
 
@@ -84,7 +91,37 @@ def open_llama_cpp(model: str, threads: int, _: str) -> Generate:
     return generate
 
 
-PEERS: dict[str, Callable[[str, int, str], Generate]] = {"llama.cpp": open_llama_cpp, "sonar": open_sonar}
+def open_transformers(model: str, threads: int, _: str) -> Generate:
+    """transformers' `generate`, greedy, weights widened to float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    path = Path(model)
+    loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+
+    def generate(prompts: list[list[int]], num_out: int) -> float:
+        begin = time.perf_counter()
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            out = loaded.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=num_out,
+                min_new_tokens=num_out,
+                do_sample=False,
+            )
+        assert out.shape[1] == ids.shape[1] + num_out, out.shape
+        return time.perf_counter() - begin
+
+    return generate
+
+
+PEERS: dict[str, Callable[[str, int, str], Generate]] = {
+    OURS: open_sonar,
+    THEIRS: open_llama_cpp,
+    "transformers": open_transformers,
+}
 
 
 def measure(generate: Generate, work: str, draw: random.Random) -> float:
@@ -94,7 +131,7 @@ def measure(generate: Generate, work: str, draw: random.Random) -> float:
         return [[draw.randrange(100, MAX_TOKEN) for _ in range(length)] for _ in range(count)]
 
     if work == WORK[0]:
-        return 512 / generate(prompts(1, 512), 1)
+        return PROMPT_LEN / generate(prompts(1, PROMPT_LEN), 1)
     count, num_out = (1, 96) if work == WORK[1] else (NUM_SLOTS, 48)
     first = generate(prompts(count, 16), 1)
     return count * (num_out - 1) / (generate(prompts(count, 16), num_out) - first)
@@ -111,18 +148,17 @@ def serve(link: Connection, peer: str, model: str, threads: int, activations: st
         link.send(measure(generate, work, draw))
 
 
-def print_ceilings(threads: int) -> None:
+def print_ceilings(threads: int) -> Ceilings:
     """What the machine can do now, by Sonar's own kernels."""
-    from benchmarks.cpu.kernels import measure_ceilings
-    from sonar.ops import _cpu, cpu
-
     cpu.set_num_threads(threads)
     ceilings = measure_ceilings(3)
     print(
-        f"{_cpu.level()}, {threads} threads, load {os.getloadavg()[0]:.1f}: read {ceilings.read / 1e9:.1f} GB/s, "
-        f"f32 {ceilings.float_ops / 1e9:.0f} GFLOP/s, integer {ceilings.integer_ops / 1e9:.0f} GOP/s",
+        f"{_cpu.level()}, {threads} threads, load {os.getloadavg()[0]:.1f}: read {ceilings.read / 1e9:.1f} GB/s from "
+        f"huge pages, {ceilings.read_small_pages / 1e9:.1f} from small ones, f32 {ceilings.float_ops / 1e9:.0f} GFLOP/s, "
+        f"integer {ceilings.integer_ops / 1e9:.0f} GOP/s",
         flush=True,
     )
+    return ceilings
 
 
 def main() -> None:
@@ -132,33 +168,30 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--activations", default="auto", choices=("auto", "float32", "int8"))
+    parser.add_argument("--transformers", action="store_true", help="a third peer")
     arguments = parser.parse_args()
-    print_ceilings(arguments.threads)
+    ceilings, cost = print_ceilings(arguments.threads), read_cost(Path(arguments.model))
+    limits = {
+        WORK[0]: cost.prompt(ceilings, PROMPT_LEN),
+        WORK[1]: cost.decode(ceilings, 1),
+        WORK[2]: cost.decode(ceilings, NUM_SLOTS),
+    }
     spawn, links = multiprocessing.get_context("spawn"), {}
-    for peer in PEERS:
+    for peer in PEERS if arguments.transformers else (OURS, THEIRS):
         here, there = spawn.Pipe()
         settings = (there, peer, arguments.model, arguments.threads, arguments.activations)
         spawn.Process(target=serve, args=settings, daemon=True).start()
         links[peer] = here
         print(f"{peer}: ready in {here.recv():.1f} s", flush=True)
-    figures: dict[tuple[str, str], list[float]] = {(peer, work): [] for peer in PEERS for work in WORK}
+    figures: dict[str, dict[str, list[float]]] = {work: {peer: [] for peer in links} for work in WORK}
     for _ in range(arguments.rounds):
         for work in WORK:
             for peer, link in links.items():
                 link.send(work)
-                figures[peer, work].append(link.recv())
+                figures[work][peer].append(link.recv())
     for link in links.values():
         link.send("")
-    print("| work | " + " | ".join(f"{peer}, tok/s" for peer in PEERS) + " | ratio |\n|" + " --- |" * (len(PEERS) + 2))
-    for work in WORK:
-        medians = {peer: statistics.median(figures[peer, work]) for peer in PEERS}
-        ratios = [
-            ours / theirs for ours, theirs in zip(figures["sonar", work], figures["llama.cpp", work], strict=True)
-        ]
-        cells = [
-            f"{medians[peer]:.0f} ({min(figures[peer, work]):.0f}-{max(figures[peer, work]):.0f})" for peer in PEERS
-        ]
-        print(f"| {work} | {' | '.join(cells)} | {statistics.median(ratios):.2f} |")
+    print(f"\ntokens/s, {arguments.rounds} rounds\n\n{table(figures, limits)}")
 
 
 if __name__ == "__main__":

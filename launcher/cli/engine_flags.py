@@ -66,7 +66,7 @@ FLAGS = (
         "engine",
         "activations",
         str,
-        "what quantized weights meet on a CPU; int8 is faster",
+        "what quantized weights meet on a CPU; auto: int8, fast; float32 is exact",
         ("auto", "float32", "int8"),
     ),
     EngineFlag("--seed", "engine", "seed", int, "of dummy weights"),

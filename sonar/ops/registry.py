@@ -57,6 +57,15 @@ def select_ops(
     return table
 
 
+def has_kernels(name: str) -> bool:
+    """Whether the backend's module can be imported here."""
+    try:
+        importlib.import_module(BACKENDS[name].partition(":")[0])
+    except OpsUnavailable:
+        return False
+    return True
+
+
 def _build_for_device(device: torch.device, dtype: torch.dtype, activations: ActivationMode) -> OpTable:
     if device.type not in BACKENDS:
         table = _build("reference", device, dtype, activations)

@@ -17,6 +17,7 @@ from sonar.config import ActivationMode, Device, DType, EngineConfig, ModelConfi
 from sonar.errors import ConfigError
 from sonar.kvcache.groups import CacheGroup
 from sonar.kvcache.plan import longest_that_fits, plan_blocks
+from sonar.ops.registry import has_kernels
 from sonar.worker.host import available_memory, usable_cpus
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,12 +41,14 @@ class Machine:
     Attributes:
         num_cpus: that this process may use. host_bytes: of memory available now.
         cuda_capability: of the first visible device, None when there is none. cuda_bytes: its free memory now.
+        has_cpu_kernels: whether the compiled ones are installed.
     """
 
     num_cpus: int
     host_bytes: int
     cuda_capability: tuple[int, int] | None = None
     cuda_bytes: int = 0
+    has_cpu_kernels: bool = True
 
     def shared_by(self, num_ranks: int) -> Machine:
         """What one of so many ranks of this host may use; each has an accelerator of its own."""
@@ -101,7 +104,7 @@ def inspect_machine() -> Machine:
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         cuda_bytes = torch.cuda.mem_get_info()[0]
-    return Machine(usable_cpus(), available_memory(), capability, cuda_bytes)
+    return Machine(usable_cpus(), available_memory(), capability, cuda_bytes, has_kernels("cpu"))
 
 
 def resolve_config(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resolved:
@@ -114,7 +117,7 @@ def resolve_config(config: EngineConfig, model: ModelConfig, machine: Machine) -
     dtype, dtype_reason = _resolve_dtype(config.dtype, device, model, machine)
     cache_dtype = dtype if config.cache.dtype == "auto" else config.cache.dtype
     threads = _resolve_threads(config.threads, machine)
-    activations, activations_reason = _resolve_activations(config.activations, device)
+    activations, activations_reason = _resolve_activations(config.activations, device, model, machine)
     max_model_len, length_reason = _resolve_length(config.scheduler.max_model_len, model)
     step_tokens, step_reason = _resolve_step_tokens(config.scheduler, device)
     resolved = replace(
@@ -232,12 +235,18 @@ def _resolve_dtype(asked: DType, device: Device, model: ModelConfig, machine: Ma
     return "float16", f"the device's compute capability {capability[0]}.{capability[1]} has no bf16"
 
 
-def _resolve_activations(asked: ActivationMode, device: Device) -> tuple[ActivationMode, str]:
+def _resolve_activations(
+    asked: ActivationMode, device: Device, model: ModelConfig, machine: Machine
+) -> tuple[ActivationMode, str]:
     if asked != "auto":
         return asked, "as given"
     if device != "cpu":
         return asked, "a setting of the CPU's kernels"
-    return "float32", "exact; int8 is faster"
+    if model.quantization is None:
+        return "float32", "the weights are not quantized"
+    if not machine.has_cpu_kernels:
+        return "float32", "the compiled kernels are not installed"
+    return "int8", f"the weights are {model.quantization}; float32 is exact and slower"
 
 
 def _resolve_length(asked: int, model: ModelConfig) -> tuple[int, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sonar.config import CacheConfig, EngineConfig, LayerKind, ModelConfig, RopeConfig, SchedulerConfig
@@ -64,6 +66,24 @@ def test_the_context_is_at_most_the_models(asked, expected):
     resolved, rows = resolve_config(config, make_model(), CPU)
     assert resolved.scheduler.max_model_len == expected
     assert not any(row.warning for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("machine", "quantization", "settings", "expected"),
+    [
+        (CPU, "Q4_1", {}, "int8"),
+        (CPU, "Q4_1", {"activations": "float32"}, "float32"),
+        (CPU, None, {}, "float32"),
+        (replace(CPU, has_cpu_kernels=False), "Q4_1", {}, "float32"),
+        (HOPPER, "Q4_1", {}, "auto"),
+        (HOPPER, "Q4_1", {"device": "cpu"}, "int8"),
+    ],
+)
+def test_quantized_weights_meet_8_bit_activations_where_there_are_kernels(machine, quantization, settings, expected):
+    model = replace(make_model(), quantization=quantization)
+    resolved, rows = resolve_config(EngineConfig(model="m", **settings), model, machine)
+    assert resolved.activations == expected
+    assert all(row.reason for row in rows)
 
 
 def test_threads_and_cache_dtype_as_given_or_found():
