@@ -1,4 +1,4 @@
-"""The demo model as CPUs serve it by default, with 8-bit activations: the same tokens in any company, close to exact."""
+"""The demo model as CPUs serve it by default, in 8-bit activations: the same tokens in any company, close to exact."""
 
 from __future__ import annotations
 

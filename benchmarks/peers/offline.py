@@ -154,7 +154,7 @@ def print_ceilings(threads: int) -> Ceilings:
     ceilings = measure_ceilings(3)
     print(
         f"{_cpu.level()}, {threads} threads, load {os.getloadavg()[0]:.1f}: read {ceilings.read / 1e9:.1f} GB/s from "
-        f"huge pages, {ceilings.read_small_pages / 1e9:.1f} from small ones, f32 {ceilings.float_ops / 1e9:.0f} GFLOP/s, "
+        f"huge pages, {ceilings.read_small_pages / 1e9:.1f} from small, f32 {ceilings.float_ops / 1e9:.0f} GFLOP/s, "
         f"integer {ceilings.integer_ops / 1e9:.0f} GOP/s",
         flush=True,
     )
