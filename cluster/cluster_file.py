@@ -43,7 +43,17 @@ _HTTP_API = (
 )
 _HTTP_OWN = ("host", "port", "certificate", "private_key", "trust_request_chat_template")
 _PARALLEL = {"tp": "tp_size", "pp": "pp_size"}
-_DEPLOYMENT = ("name", "model", "replicas", "served_name", "max_queued", "queue_timeout_s", "runtime")
+_DEPLOYMENT = (
+    "name",
+    "model",
+    "replicas",
+    "served_name",
+    "max_queued",
+    "queue_timeout_s",
+    "runtime",
+    "prefill_replicas",
+    "remote_prefill_tokens",
+)
 _SECTIONS = ("engine", "cache", "scheduler")
 _ENGINE_ELSEWHERE = ("model", "cache", "scheduler", "parallel")
 

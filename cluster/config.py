@@ -39,6 +39,9 @@ class DeploymentConfig:
         max_queued: requests the head holds while no replica has room; one more is refused with `CapacityError`.
         queue_timeout_s: a request that no replica has taken for so long ends with an error; also one that has begun and
             waits for a replica to be re-formed.
+        prefill_replicas: of the replicas, those with the lowest numbers compute prompts for the others, which decode;
+            0: each does both. Needs `engine_config.kv_transfer`.
+        remote_prefill_tokens: a prompt of which fewer tokens than this are to be computed stays where it is decoded.
     """
 
     name: str
@@ -48,15 +51,40 @@ class DeploymentConfig:
     engine: str = "sonar"
     max_queued: int = 1024
     queue_timeout_s: float = 600.0
+    prefill_replicas: int = 0
+    remote_prefill_tokens: int = 128
 
     def __post_init__(self) -> None:
         check_name("deployment", self.name)
         check_name("engine", self.engine)
-        for name, low in (("replicas", 0), ("max_queued", 1)):
+        for name, low in (("replicas", 0), ("max_queued", 1), ("prefill_replicas", 0)):
             if not low <= getattr(self, name) <= 10_000:
                 raise ConfigError(f"{name}={getattr(self, name)}; choose {low} to 10000", param=name)
         if not self.queue_timeout_s > 0:
             raise ConfigError(f"queue_timeout_s={self.queue_timeout_s}; must be above 0", param="queue_timeout_s")
+        if self.remote_prefill_tokens < 1:
+            raise ConfigError(
+                f"remote_prefill_tokens={self.remote_prefill_tokens}; must be at least 1", param="remote_prefill_tokens"
+            )
+        self._check_pools()
+
+    def _check_pools(self) -> None:
+        count = self.prefill_replicas
+        if count and self.replicas and count >= self.replicas:
+            raise ConfigError(
+                f"prefill_replicas={count} of replicas={self.replicas}: none is left to decode; raise replicas",
+                param="prefill_replicas",
+            )
+        if count and self.engine_config.kv_transfer == "none":
+            raise ConfigError(
+                f"prefill_replicas={count} without a way for KV blocks: set kv_transfer of the engine to 'nixl', or to "
+                "'shm' when all replicas run on one host",
+                param="prefill_replicas",
+            )
+
+    def is_prefill(self, replica_id: str) -> bool:
+        """Whether a replica of this deployment computes prompts for the others. Its number may be beyond `replicas`."""
+        return self.prefill_replicas > 0 and int(replica_id.rpartition("-")[2]) < self.prefill_replicas
 
     @property
     def model(self) -> str:

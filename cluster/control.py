@@ -56,6 +56,7 @@ from cluster.messages import (
     WorkerStarted,
 )
 from cluster.operators import OperatorDesk
+from cluster.peer_relay import PeerRelay
 from cluster.preflight import joining_findings
 from cluster.records import ReplicaState
 from cluster.rendezvous import Rendezvous
@@ -76,6 +77,7 @@ from sonar.messages import (
     Roll,
     TakeRoll,
     Tokens,
+    ToPeer,
 )
 from sonar.transport import DropReason, PeerId, PeerKind, TransportCounters
 from sonar.transport_server import MessageHandler
@@ -127,6 +129,7 @@ class ControlPlane:
         if self.state.is_adopting:
             self.table.recovery.has_begun = True
         self.rendezvous = Rendezvous()
+        self.peers = PeerRelay(self, self.state)
         self._operators = OperatorDesk(self.state, self.feed, self.status, versions)
         self._clock = clock
         self._versions = versions
@@ -162,6 +165,7 @@ class ControlPlane:
         """Several times a second."""
         self.state.incarnations.limit = self.incarnations.ceiling
         self.feed(Tick())
+        self.peers.tick()
         now = self._clock()
         for replica_id, incarnation, reply in self.rendezvous.tick(now):
             self.server.send(PeerId(PeerKind.RANK, f"{replica_id}/{reply.rank}", incarnation), reply.message)
@@ -239,6 +243,8 @@ class ControlPlane:
                     self._drop(DropReason.REPEATED)
             case Pong():
                 pass
+            case ToPeer():
+                self.peers.carry(peer.name, message)
             case Roll():
                 # One that opens a route is handed over with it.
                 if not self.table.on_message(peer.name, message):
@@ -278,6 +284,7 @@ class ControlPlane:
                 if ask_lead:
                     self.send_to_lead(replica_id, incarnation, Drain(incarnation=incarnation))
             case CloseRoute(replica_id=replica_id, incarnation=incarnation, blames_requests=blames_requests):
+                self.peers.closed(replica_id, incarnation)
                 if self.table.close_route(replica_id, incarnation, blames_requests=blames_requests):
                     return [FailureExplained(replica_id)]
             case ResyncRoute(replica_id=replica_id, incarnation=incarnation):

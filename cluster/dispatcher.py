@@ -14,7 +14,7 @@ from typing import Protocol
 from cluster.journal import Journal
 from cluster.open_request import OpenRequest, RequestCounters
 from cluster.routing.routes import Route, RouteTable
-from sonar.messages import Abort, HeadToLead, Resume, Submit, TakeRoll
+from sonar.messages import Abort, HeadToLead, KVSource, Resume, Submit, TakeRoll
 
 # Until a replica is asked again what it has; and until an attempt is given up whose tokens it was asked for.
 ROLL_S = 1.0
@@ -41,7 +41,12 @@ class Dispatcher:
         self._link = link
         self._counters = counters
         self._queues: dict[str, _Queue] = {}
+        self._least_remote: dict[str, int] = {}
         self._resuming: deque[tuple[float, Route[OpenRequest], str]] = deque()
+
+    def set_least_remote(self, least: dict[str, int]) -> None:
+        """Per deployment, how many tokens of a prompt have to be missing for another replica to compute it."""
+        self._least_remote = least
 
     def num_waiting(self, deployment: str) -> int:
         """Requests of a deployment that no replica has."""
@@ -161,6 +166,8 @@ class Dispatcher:
         tokens = asked.prompt_token_ids + emitted
         while chosen := self.routes.choose(request.deployment, tokens, asked.cache_salt, asked.session):
             route, decision = chosen
+            uncached = decision.scores[0].uncached
+            helper = self._choose_helper(request, tokens, route, uncached)
             self._journal.assign(entry, route.replica_id, route.incarnation)
             submit = Submit(
                 incarnation=route.incarnation,
@@ -170,14 +177,30 @@ class Dispatcher:
                 emitted_token_ids=list(emitted),
                 priority=asked.priority,
                 cache_salt=asked.cache_salt,
+                kv_source=None if helper is None else self._source(request, helper),
             )
             if self._link.send_to_lead(route.replica_id, route.incarnation, submit):
-                route.add(entry.wire_id, request, decision.scores[0].uncached)
+                route.add(entry.wire_id, request, uncached, helper)
                 self._counters.tokens_replayed += len(emitted)
                 return True
             route.set_reachable(False)
         self._journal.assign(entry, "", 0)
         return False
+
+    def _choose_helper(
+        self, request: OpenRequest, tokens: list[int], to: Route[OpenRequest], uncached: int
+    ) -> Route[OpenRequest] | None:
+        """Who is to compute the prompt, where that is not the replica that gets the request."""
+        asked = request.entry.request
+        least = self._least_remote.get(request.deployment, 0)
+        if not least or uncached < least or asked.sampling.prompt_logprobs is not None:
+            return None
+        chosen = self.routes.choose_helper(request.deployment, tokens, asked.cache_salt, to)
+        return chosen and chosen[0]
+
+    def _source(self, request: OpenRequest, helper: Route[OpenRequest]) -> KVSource:
+        least = self._least_remote[request.deployment]
+        return KVSource(replica_id=helper.replica_id, incarnation=helper.incarnation, least_tokens=least)
 
     def _send_abort(self, route: Route[OpenRequest], wire_id: str) -> None:
         abort = Abort(incarnation=route.incarnation, request_id=wire_id)

@@ -26,7 +26,8 @@ _GAUGES = {
     "blocks_free": "KV blocks that hold nothing",
     "blocks_cached": "KV blocks that only the prefix cache holds",
     "blocks_in_use": "KV blocks of running requests",
-    "blocks_in_transit": "KV blocks that a transfer reads or writes",
+    "blocks_in_transit": "KV blocks that a transfer is to write",
+    "blocks_quarantined": "KV blocks that a transfer which was given up may still write",
     "blocks_total": "KV blocks",
 }
 _COUNTERS = {
@@ -36,6 +37,15 @@ _COUNTERS = {
     "generated_tokens": "Tokens generated",
     "preemptions": "Requests put back to make room",
     "step_seconds": "Seconds spent in engine steps",
+}
+# The same of `PairStats`: what a replica got from a peer.
+_PAIR_COUNTERS = {
+    "fetches": "Fetches of a prompt's KV blocks that have ended",
+    "failed": "Of those, fetches that did not bring all blocks",
+    "bytes_read": "Bytes of KV blocks read",
+    "early_bytes": "Of those, bytes read while the peer was still computing",
+    "recomputed_tokens": "Tokens computed after all, because a fetch failed",
+    "read_seconds": "Seconds that reads took",
 }
 
 
@@ -71,6 +81,7 @@ class HeadMetrics(Collector):
         yield from self._requests()
         yield from self._cluster()
         yield from self._replicas()
+        yield from self._pairs()
         yield from self._transport()
 
     def _requests(self) -> Iterator[Metric]:
@@ -139,6 +150,24 @@ class HeadMetrics(Collector):
             counter = CounterMetricFamily(f"sonar_replica_{field}", text, labels=["replica"])
             for replica_id, stats in told:
                 counter.add_metric([replica_id], getattr(stats, field))
+            yield counter
+
+    def _pairs(self) -> Iterator[Metric]:
+        labels = ["replica", "peer"]
+        told = [
+            (route.replica_id, pair)
+            for route in self._control.table.routes()
+            if route.stats is not None
+            for pair in route.stats.pairs
+        ]
+        open_ = GaugeMetricFamily("sonar_kv_pair_open_fetches", "Fetches under way", labels=labels)
+        for replica_id, pair in told:
+            open_.add_metric([replica_id, pair.replica_id], pair.open_fetches)
+        yield open_
+        for field, text in _PAIR_COUNTERS.items():
+            counter = CounterMetricFamily(f"sonar_kv_pair_{field}", text, labels=labels)
+            for replica_id, pair in told:
+                counter.add_metric([replica_id, pair.replica_id], getattr(pair, field))
             yield counter
 
     def _transport(self) -> Iterator[Metric]:

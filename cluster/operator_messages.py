@@ -30,10 +30,13 @@ class DrainNode(_Message, frozen=True, kw_only=True):
 
 
 class ScaleDeployment(_Message, frozen=True, kw_only=True):
-    """Operator -> head: so many replicas. Answered by `Accepted` or `Declined`."""
+    """Operator -> head: so many replicas, and so many of them for prompts. Answered by `Accepted` or `Declined`.
+
+    `prefill_replicas`: None leaves that as it is. A replica that runs changes its role at once, and keeps its cache."""
 
     name: str
     replicas: int
+    prefill_replicas: int | None = None
 
 
 class RemoveDeployment(_Message, frozen=True, kw_only=True):

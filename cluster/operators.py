@@ -71,8 +71,8 @@ class OperatorDesk:
                 return Declined(reason="the head is stopping")
             case DrainNode(node_id=node_id, drain=drain):
                 return self._drain(node_id, drain)
-            case ScaleDeployment(name=name, replicas=replicas):
-                return self._scale(name, replicas)
+            case ScaleDeployment():
+                return self._scale(message)
             case RemoveDeployment(name=name):
                 if name not in self._state.deployments:
                     return Declined(reason=_unknown("deployment", name, self._state.deployments))
@@ -100,16 +100,19 @@ class OperatorDesk:
         what = f"{', '.join(here)} finish what they have, then start elsewhere" if here else "nothing runs there"
         return Accepted(text=f"{node_id} takes no new work; {what}")
 
-    def _scale(self, name: str, replicas: int) -> HeadToOperator:
+    def _scale(self, asked: ScaleDeployment) -> HeadToOperator:
+        name = asked.name
         config = self._state.deployments.get(name)
         if config is None:
             return Declined(reason=_unknown("deployment", name, self._state.deployments))
+        prefill = config.prefill_replicas if asked.prefill_replicas is None else asked.prefill_replicas
         try:
-            wanted = dataclasses.replace(config, replicas=replicas)
+            wanted = dataclasses.replace(config, replicas=asked.replicas, prefill_replicas=prefill)
         except ConfigError as error:
             return Declined(reason=error.message)
         self._feed(DeploymentApplied(wanted))
-        return Accepted(text=f"{name}: {config.replicas} -> {replicas} replicas ({_UNTIL_RESTART})")
+        pools = f", {prefill} of them for prompts" if prefill or config.prefill_replicas else ""
+        return Accepted(text=f"{name}: {config.replicas} -> {asked.replicas} replicas{pools} ({_UNTIL_RESTART})")
 
 
 def _unknown(kind: str, name: str, known: Iterable[str]) -> str:

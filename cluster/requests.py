@@ -71,6 +71,10 @@ class RequestTable:
     def set_deployments(self, deployments: Iterable[DeploymentConfig]) -> None:
         """What is served from now on. Requests for what is not finish where they are; those that wait end."""
         self._deployments = {config.model: config for config in deployments}
+        remote = {c.name: c.remote_prefill_tokens for c in self._deployments.values() if c.prefill_replicas}
+        self._dispatcher.set_least_remote(remote)
+        for config in self._deployments.values():
+            self._routes.set_roles(config.name, config.is_prefill)
         self._fail_undeployed()
 
     def close_to_new(self) -> None:
@@ -156,7 +160,9 @@ class RequestTable:
         Args:
             roll: of one that has served an earlier head.
         """
-        route = self._routes.open(replica_id, incarnation, deployment, ready)
+        config = next((c for c in self._deployments.values() if c.name == deployment), None)
+        is_prefill = config is not None and config.is_prefill(replica_id)
+        route = self._routes.open(replica_id, incarnation, deployment, ready, is_prefill=is_prefill)
         if roll is not None:
             self._on_roll(route, roll)
         self._dispatcher.run(deployment)
@@ -282,6 +288,7 @@ class RequestTable:
             self._deliver(request, news_of(event, request))
 
     def _deliver(self, request: OpenRequest, event: TokenEvent) -> None:
+        request.kv_fetch = event.kv_fetch or request.kv_fetch
         if event.token_ids:
             self._journal.append(request.entry, event.token_ids)
             self.counters.tokens += len(event.token_ids)

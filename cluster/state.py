@@ -113,6 +113,11 @@ class ClusterState:
         replica = self.replicas.get(replica_id)
         return replica is not None and replica.incarnation == incarnation and replica.state in ALIVE_STATES
 
+    def has_ended(self, replica_id: str, incarnation: int) -> bool:
+        """Whether the processes of an incarnation are known, or after their deadline taken, to have ended."""
+        replica = self.replicas.get(replica_id)
+        return replica is None or replica.incarnation != incarnation or not replica.alive_ranks()
+
     def handle(self, event: Event, now: float) -> list[Command]:
         """Takes one event in; returns commands in the order they are to be carried out. `now` never goes back."""
         out: list[Command] = []

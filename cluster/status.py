@@ -52,6 +52,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
         note: why it waits. failures: in a row; last_end, log_tail: why the last incarnation ended, and its last lines.
         pids, log_paths: of its ranks, on `nodes`.
         num_open: requests there. stats: the engine's own figures; None before the first.
+        role: "prefill" or "decode" where the deployment has such pools.
     """
 
     replica_id: str
@@ -72,6 +73,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     log_paths: list[str]
     num_open: int
     stats: dict[str, float] | None
+    role: str = ""
 
 
 class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,7 +93,7 @@ def cluster_status(state: ClusterState, table: RequestTable, now: float) -> Clus
     for replica in sorted(state.replicas.values(), key=lambda r: r.replica_id):
         route = routes.get(replica.replica_id)
         num_open = len(route.attempts) if route else 0
-        replicas.append(_replica(replica, num_open, route.stats if route else None, now))
+        replicas.append(_replica(replica, num_open, route.stats if route else None, now, _role(state, replica)))
     return ClusterStatus(
         nodes=[node_status(node, now) for _, node in sorted(state.nodes.items())],
         replicas=replicas,
@@ -127,7 +129,7 @@ def node_status(node: NodeRecord, now: float) -> NodeStatus:
     )
 
 
-def _replica(replica: ReplicaRecord, num_open: int, stats: LeadStats | None, now: float) -> ReplicaStatus:
+def _replica(replica: ReplicaRecord, num_open: int, stats: LeadStats | None, now: float, role: str) -> ReplicaStatus:
     ranks = [rank for _, rank in sorted(replica.ranks.items())]
     progress, failure = replica.progress, replica.failure
     is_starting = replica.state in (ReplicaState.ADOPTING, ReplicaState.STARTING, ReplicaState.LOADING)
@@ -149,5 +151,17 @@ def _replica(replica: ReplicaRecord, num_open: int, stats: LeadStats | None, now
         pids=[rank.pid for rank in ranks],
         log_paths=[rank.log_path for rank in ranks],
         num_open=num_open,
-        stats=msgspec.structs.asdict(stats) if stats is not None else None,
+        stats=_figures(stats) if stats is not None else None,
+        role=role,
     )
+
+
+def _figures(stats: LeadStats) -> dict[str, float]:
+    return {name: value for name, value in msgspec.structs.asdict(stats).items() if name != "pairs"}
+
+
+def _role(state: ClusterState, replica: ReplicaRecord) -> str:
+    config = state.deployments.get(replica.deployment)
+    if config is None or not config.prefill_replicas:
+        return ""
+    return "prefill" if config.is_prefill(replica.replica_id) else "decode"

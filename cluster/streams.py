@@ -23,6 +23,7 @@ def merge_events(earlier: TokenEvent, later: TokenEvent) -> TokenEvent:
         logprobs=earlier.logprobs + later.logprobs,
         prompt_logprobs=earlier.prompt_logprobs or later.prompt_logprobs,
         num_cached_tokens=max(earlier.num_cached_tokens, later.num_cached_tokens),
+        kv_fetch=earlier.kv_fetch or later.kv_fetch,
     )
 
 

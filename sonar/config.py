@@ -15,6 +15,7 @@ from sonar.errors import ConfigError
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 ActivationMode = Literal["auto", "float32", "int8"]
+KVTransport = Literal["none", "nixl", "shm"]
 
 
 class LayerKind(Enum):
@@ -287,6 +288,8 @@ class EngineConfig:
         activations: what quantized weights are multiplied with on a CPU: "float32" (exact), or "int8" (8 bits with a
             scale for each 32 numbers, in integer arithmetic: several times faster; its cost in perplexity is in
             benchmarks/RESULTS.md). auto: int8 where the weights are quantized and the compiled kernels installed.
+        kv_transfer: how KV blocks move between this deployment's replicas: "nixl" within and between hosts, "shm"
+            within a host. kv_checksums: each block is verified after it was read.
     """
 
     model: str
@@ -297,6 +300,8 @@ class EngineConfig:
     threads: int = 0
     activations: ActivationMode = "auto"
     seed: int = 0
+    kv_transfer: KVTransport = "none"
+    kv_checksums: bool = False
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -304,3 +309,18 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.threads < 0:
             raise ConfigError(f"threads={self.threads} is negative; 0 means as many as there are CPUs", param="threads")
+        if self.kv_transfer != "none":
+            self._check_transfer()
+
+    def _check_transfer(self) -> None:
+        """Refuses what blocks cannot be moved for."""
+        given = f"kv_transfer={self.kv_transfer!r}"
+        if self.parallel.world_size > 1:
+            problem = f"{given} with {self.parallel.world_size} ranks a replica; leave tp and pp at 1"
+        elif not self.cache.enable_prefix_caching:
+            problem = f"{given} without prefix caching, by which moved blocks are found; leave that on"
+        elif self.device == "cuda":
+            problem = f"{given} with device='cuda'; blocks move between replicas on a CPU only"
+        else:
+            return
+        raise ConfigError(problem, param="kv_transfer")

@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from sonar.config import EngineConfig, ModelConfig
 from sonar.distributed.rank_link import RankLink
 from sonar.kvcache.manager import KVCacheManager
+from sonar.kvtransfer.build import build_exchange
+from sonar.kvtransfer.exchange import KVExchange
 from sonar.messages import FinishReason, KVEvent, LeadStats, RequestId, Submit, TokenEvent
 from sonar.model_source import ModelSource
 from sonar.packaged_model import Progress, no_progress
@@ -59,17 +63,27 @@ class Engine:
     Args:
         depth: steps under way at once, as the scheduler allows them.
         clock: monotonic seconds.
+        exchange: of KV blocks with other replicas; None when there is none. Whoever runs the loop calls it.
 
     Attributes:
         times: where the time went.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, *, depth: int, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        depth: int,
+        clock: Clock = time.monotonic,
+        exchange: KVExchange | None = None,
+    ) -> None:
         self.times = EngineTimes()
         self._scheduler = scheduler
         self._executor = executor
         self._depth = depth
         self._clock = clock
+        self._exchange = exchange
         self._under_way: deque[tuple[StepHandle, int]] = deque()
         self._observer: StepObserver | None = None
 
@@ -80,8 +94,9 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do: a request is open, or a step under way."""
-        return bool(self._under_way) or self._scheduler.num_open > 0
+        """Whether `step` has anything to do: a step is under way, or a request is open that waits for no other
+        replica."""
+        return bool(self._under_way) or self._scheduler.can_step
 
     def add(self, submit: Submit) -> TokenEvent | None:
         """Takes a request in.
@@ -130,7 +145,8 @@ class Engine:
 
     def stats(self) -> LeadStats:
         """Figures for the head; `step_seconds` is the time spent in `step`."""
-        return self._scheduler.stats(self.times.busy_s)
+        stats = self._scheduler.stats(self.times.busy_s)
+        return stats if self._exchange is None else msgspec.structs.replace(stats, pairs=self._exchange.stats())
 
     def take_kv_events(self) -> list[KVEvent]:
         """Net changes of the prefix cache since the last call."""
@@ -143,6 +159,8 @@ class Engine:
     def close(self) -> None:
         """Ends the executor after the steps under way; open requests get no event."""
         self._under_way.clear()
+        if self._exchange is not None:
+            self._exchange.close()
         self._executor.close()
 
 
@@ -154,6 +172,7 @@ class BuiltEngine:
         config: without `auto`. settings: the table of what was resolved and why, to print.
         limits: what is asked of a request (`sonar.scheduler.admission.make_spec` checks one by them).
         num_blocks: of all cache groups together, as in `LeadStats.blocks_total`.
+        exchange: of KV blocks with other replicas, for whoever runs the loop.
     """
 
     engine: Engine
@@ -165,6 +184,7 @@ class BuiltEngine:
     num_blocks: int
     weights_bytes: int
     ops_backend: str
+    exchange: KVExchange | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -208,8 +228,9 @@ def build_engine(
         from sonar.worker.group_executor import GroupExecutor  # with it come torch's process groups
 
         executor = GroupExecutor(loaded.runner, loaded.ranks)
+    exchange = build_exchange(loaded, scheduler) if loaded.config.kv_transfer != "none" else None
     return BuiltEngine(
-        engine=Engine(scheduler, executor, depth=scheduler.max_under_way),
+        engine=Engine(scheduler, executor, depth=scheduler.max_under_way, exchange=exchange),
         config=loaded.config,
         model_config=loaded.model_config,
         source=loaded.source,
@@ -218,6 +239,7 @@ def build_engine(
         num_blocks=sum(loaded.num_blocks),
         weights_bytes=loaded.weights_bytes,
         ops_backend=loaded.ops_backend,
+        exchange=exchange,
     )
 
 

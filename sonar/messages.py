@@ -14,6 +14,7 @@ from enum import Enum
 
 import msgspec
 
+from sonar.peer_messages import PeerMessage
 from sonar.sampling_params import SamplingParams
 
 RequestId = str
@@ -35,6 +36,19 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 # --- head -> lead ---------------------------------------------------------------------------------------------------
 
 
+class KVSource(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A replica that has, or is to compute, the KV blocks of a prompt.
+
+    Attributes:
+        replica_id, incarnation: it.
+        least_tokens: not asked when fewer prompt tokens than this are missing at the replica that gets the request.
+    """
+
+    replica_id: str
+    incarnation: int
+    least_tokens: int = 1
+
+
 class Submit(_Message, frozen=True, kw_only=True):
     """Head -> lead: compute a request. Answered by `TokenEvent`s, the last of which has `finish`.
 
@@ -43,6 +57,8 @@ class Submit(_Message, frozen=True, kw_only=True):
         priority: smaller is sooner; equal ones by arrival.
         cache_salt: requests share cached prefixes only under an equal salt.
         sampling: has a seed; n is 1 (the API splits n > 1 into requests).
+        kv_source: where to get the prompt's KV blocks, rather than compute them; whatever goes wrong with it, they are
+            computed after all.
     """
 
     incarnation: int
@@ -52,6 +68,7 @@ class Submit(_Message, frozen=True, kw_only=True):
     emitted_token_ids: list[int] = []
     priority: int = 0
     cache_salt: str = ""
+    kv_source: KVSource | None = None
 
 
 class Abort(_Message, frozen=True, kw_only=True):
@@ -77,6 +94,27 @@ class Ping(_Message, frozen=True, kw_only=True):
     number: int
 
 
+class FromPeer(_Message, frozen=True, kw_only=True):
+    """Head -> lead: what another replica's present incarnation says to this one; see `sonar.peer_messages`."""
+
+    incarnation: int
+    replica_id: str
+    peer_incarnation: int
+    message: PeerMessage
+
+
+class PeerGone(_Message, frozen=True, kw_only=True):
+    """Head -> lead: that incarnation of a replica serves no more. What it holds cannot be had, and what it asked for is
+    of no use to anyone.
+
+    `has_ended`: its processes are known to have ended; until then a read from it that was given up may go on."""
+
+    incarnation: int
+    replica_id: str
+    peer_incarnation: int
+    has_ended: bool
+
+
 class TakeRoll(_Message, frozen=True, kw_only=True):
     """Head -> lead: the head, or the connection, is new: what is there? Answered by `Roll` once the lead serves."""
 
@@ -93,7 +131,7 @@ class Resume(_Message, frozen=True, kw_only=True):
     first: int
 
 
-HeadToLead = Submit | Abort | Drain | Ping | TakeRoll | Resume
+HeadToLead = Submit | Abort | Drain | Ping | TakeRoll | Resume | FromPeer | PeerGone
 
 
 # --- lead -> head ---------------------------------------------------------------------------------------------------
@@ -138,6 +176,26 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
     rank: int
 
 
+class KVFetchRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What became of a request's `KVSource`. Times are seconds since the request arrived at its replica.
+
+    Attributes:
+        tokens: whose blocks came from there. bytes_read: of those.
+        asked_s: when it was asked. first_s: when the first blocks could be read there. done_s: when all were here, or
+            it was given up.
+        error: why not all came; the rest was computed here.
+    """
+
+    replica_id: str
+    incarnation: int
+    tokens: int
+    bytes_read: int
+    asked_s: float
+    first_s: float
+    done_s: float
+    error: str = ""
+
+
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What one step did for one request.
 
@@ -149,6 +207,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         num_cached_tokens: prompt tokens that came from the prefix cache; in the first event, -1 elsewhere.
         stop_token_id: the id that ended it, when finish is STOP by id.
         error: text for the client when finish is ERROR. error_code: its `UserError.code` when the request was at fault.
+        kv_fetch: of its blocks from another replica; in the first event, if any were asked for.
     """
 
     request_id: RequestId
@@ -161,6 +220,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     stop_token_id: int | None = None
     error: str = ""
     error_code: str = ""
+    kv_fetch: KVFetchRecord | None = None
 
 
 class Tokens(_Message, frozen=True, kw_only=True):
@@ -224,6 +284,26 @@ class KVEvents(_Message, frozen=True, kw_only=True):
     events: list[KVEvent]
 
 
+class PairStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a replica got from another one, over all incarnations of that; absolute values.
+
+    Attributes:
+        fetches: ended, `failed` among them. bytes_read: of blocks that came whole.
+        recomputed_tokens: that were to come from there and were computed here.
+        read_seconds: sum over reads. early_bytes: read while the other side was still computing.
+        open_fetches: of now.
+    """
+
+    replica_id: str
+    fetches: int = 0
+    failed: int = 0
+    bytes_read: int = 0
+    early_bytes: int = 0
+    recomputed_tokens: int = 0
+    read_seconds: float = 0.0
+    open_fetches: int = 0
+
+
 class LeadStats(_Message, frozen=True, kw_only=True):
     """Lead -> head: once a second and after each change from idle; absolute values since the incarnation began.
 
@@ -243,6 +323,8 @@ class LeadStats(_Message, frozen=True, kw_only=True):
     generated_tokens: int
     preemptions: int
     step_seconds: float
+    blocks_quarantined: int = 0
+    pairs: tuple[PairStats, ...] = ()
 
 
 class StepAhead(_Message, frozen=True, kw_only=True):
@@ -290,6 +372,16 @@ class Pong(_Message, frozen=True, kw_only=True):
     number: int
 
 
+class ToPeer(_Message, frozen=True, kw_only=True):
+    """Lead -> head: to be handed to that incarnation of another replica as `FromPeer`; answered by `PeerGone` if it
+    does not serve."""
+
+    incarnation: int
+    replica_id: str
+    peer_incarnation: int
+    message: PeerMessage
+
+
 LeadToHead = (
     LeadHello
     | LoadProgress
@@ -303,6 +395,7 @@ LeadToHead = (
     | Draining
     | Drained
     | Pong
+    | ToPeer
 )
 
 

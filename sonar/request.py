@@ -10,18 +10,23 @@ from enum import Enum
 
 import msgspec
 
+from sonar.kvcache.fetches import BlockFetch
 from sonar.kvcache.request_blocks import RequestBlocks
-from sonar.messages import AdmittedRequest, FinishReason, Logprob, RequestId, TokenEvent
+from sonar.messages import AdmittedRequest, FinishReason, KVFetchRecord, KVSource, Logprob, RequestId, TokenEvent
 from sonar.sampling_params import SamplingParams
 
 NO_SLOT = -1
 
 
 class RequestStatus(Enum):
-    """WAITING: holds no slot and no block. RUNNING: holds both. FINISHED: holds nothing, will say nothing more."""
+    """WAITING: holds no slot and no block. FETCHING: its prompt's blocks are on their way from another replica.
+    RUNNING: holds slot and blocks. HOLDING: all is computed, its blocks are kept for another replica. FINISHED: holds
+    nothing, will say nothing more."""
 
     WAITING = "waiting"
+    FETCHING = "fetching"
     RUNNING = "running"
+    HOLDING = "holding"
     FINISHED = "finished"
 
 
@@ -35,6 +40,8 @@ class RequestSpec:
         stop_token_ids: end-of-sequence ids, unless ignored, and the request's own.
         order: number of its arrival.
         arrival_s: monotonic time of its arrival.
+        is_export: asked for by another replica: its last token is not computed, no token is drawn, and its blocks are
+            kept until that replica has read them.
     """
 
     request_id: RequestId
@@ -45,6 +52,7 @@ class RequestSpec:
     order: int
     priority: int = 0
     arrival_s: float = 0.0
+    is_export: bool = False
 
 
 @dataclass(slots=True)
@@ -55,12 +63,34 @@ class FirstEvent:
         num_cached_tokens: prompt tokens found in the prefix cache; -1 until the request is admitted.
         wants_prompt_logprobs: whether the rows below are to be collected, in which case every prompt token must be
             computed and the prefix cache is not read.
+        kv_fetch: what came from another replica.
         prompt_logprobs: per prompt token from the second on.
     """
 
     wants_prompt_logprobs: bool
     num_cached_tokens: int = -1
+    kv_fetch: KVFetchRecord | None = None
     prompt_logprobs: list[list[Logprob]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class PeerPart:
+    """What a request has to do with other replicas.
+
+    Attributes:
+        source: where its prompt's blocks are to come from; None once that was tried. cache_salt: see `Submit`.
+        fetch: the blocks on their way, while FETCHING.
+        num_cached: tokens found in the prefix cache at its last admission.
+        num_fresh: prompt tokens that another replica computed for it: they are in the cache, and were not before.
+        num_ready: of an export, tokens whose blocks are computed for certain.
+    """
+
+    source: KVSource | None = None
+    cache_salt: str = ""
+    fetch: BlockFetch | None = None
+    num_cached: int = 0
+    num_fresh: int = 0
+    num_ready: int = 0
 
 
 class Request:
@@ -73,7 +103,8 @@ class Request:
         slot: its seat in the workers, NO_SLOT unless RUNNING.
         blocks: what it holds of the KV cache.
         first_event: None once the first event is out.
-        is_preempted: it has been running and lost its blocks.
+        is_preempted: it has had blocks and lost them.
+        peers: what it has to do with other replicas.
     """
 
     __slots__ = (
@@ -82,6 +113,7 @@ class Request:
         "is_preempted",
         "num_computed",
         "num_total",
+        "peers",
         "slot",
         "spec",
         "status",
@@ -100,6 +132,12 @@ class Request:
         # An earlier incarnation has sent the prompt's log-probabilities with the first token.
         self.first_event: FirstEvent | None = FirstEvent(spec.sampling.prompt_logprobs is not None and not is_resumed)
         self.is_preempted = False
+        self.peers = PeerPart()
+
+    @property
+    def compute_end(self) -> int:
+        """How many of its known tokens are to be computed."""
+        return self.num_total - self.spec.is_export
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -169,6 +207,7 @@ class Request:
             prompt_logprobs=head.prompt_logprobs if head else [],
             num_cached_tokens=max(0, head.num_cached_tokens) if head else -1,
             stop_token_id=token_id if finish is FinishReason.STOP else None,
+            kv_fetch=head.kv_fetch if head else None,
         )
 
     def terminal_event(self, finish: FinishReason, stop_token_id: int | None = None, error: str = "") -> TokenEvent:
@@ -182,6 +221,7 @@ class Request:
             num_cached_tokens=max(0, head.num_cached_tokens) if head else -1,
             stop_token_id=stop_token_id,
             error=error,
+            kv_fetch=head.kv_fetch if head else None,
         )
 
     def _take_first_event(self) -> FirstEvent | None:

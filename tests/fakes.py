@@ -142,6 +142,7 @@ class FakeBuilt:
     weights_bytes: int = 1
     ops_backend: str = "fake"
     notices: tuple[str, ...] = ()
+    exchange: None = None
 
 
 @dataclass

@@ -59,7 +59,7 @@ def _replica(replica: ReplicaStatus) -> tuple[str, ...]:
     start = f"{replica.phase} {replica.done}/{replica.total}" if replica.phase else str(replica.incarnation)
     blocks = f"{stats['blocks_in_use']:.0f}/{stats['blocks_total']:.0f}" if stats else ""
     is_bad = replica.state in ("backoff", "failed")
-    note = replica.note or (replica.last_end if is_bad else "")
+    note = replica.note or (replica.last_end if is_bad else replica.role)
     return (
         replica.replica_id,
         replica.state,

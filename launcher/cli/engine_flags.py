@@ -44,7 +44,7 @@ def parse_layers(text: str) -> tuple[int, ...]:
 
 
 class EngineFlag(NamedTuple):
-    """One flag. section: which dataclass holds `field`. parse: `bool` makes it a switch that turns the field off."""
+    """One flag. section: which dataclass holds `field`. parse: `bool` makes it a switch that turns the field over."""
 
     option: str
     section: Literal["engine", "cache", "scheduler", "parallel"]
@@ -69,6 +69,15 @@ FLAGS = (
         "what quantized weights meet on a CPU; auto: int8, fast; float32 is exact",
         ("auto", "float32", "int8"),
     ),
+    EngineFlag(
+        "--kv-transfer",
+        "engine",
+        "kv_transfer",
+        str,
+        "how KV blocks move between replicas: nixl, or shm within a host",
+        ("none", "nixl", "shm"),
+    ),
+    EngineFlag("--kv-checksums", "engine", "kv_checksums", bool, "verify each KV block that another replica sent"),
     EngineFlag("--seed", "engine", "seed", int, "of dummy weights"),
     EngineFlag("--tp", "parallel", "tp_size", int, "ranks (processes) that share every layer"),
     EngineFlag("--pp", "parallel", "pp_size", int, "stages that share out the layers, of --tp ranks each"),
@@ -105,9 +114,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     for flag in FLAGS:
         if flag.parse is bool:
-            group.add_argument(
-                flag.option, dest=_dest(flag), action="store_false", default=argparse.SUPPRESS, help=flag.help
-            )
+            action = "store_false" if _default(flag) else "store_true"
+            group.add_argument(flag.option, dest=_dest(flag), action=action, default=argparse.SUPPRESS, help=flag.help)
             continue
         group.add_argument(
             flag.option,

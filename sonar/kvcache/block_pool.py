@@ -1,8 +1,8 @@
 """The blocks of one cache group: who may use which, what they hold, what is thrown out first.
 
 Every block is in exactly one state: free (holds nothing of use), cached (holds a hashed block nobody uses now), in use
-(one or more requests), or in transit (a peer may write it). Knows nothing of tokens, requests or memory. Called by
-`KVCacheManager` alone.
+(one or more requests), in transit (a transfer may write it), or quarantined (a transfer that was given up may).
+Knows nothing of tokens, requests or memory. Called by `KVCacheManager` and `BlockFetches`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from sonar.kvcache.event_log import KVEventLog
 
 
 class BlockCounts(NamedTuple):
-    """Blocks by state. Invariant: free + cached + in_use + in_transit == total."""
+    """Blocks by state. Invariant: free + cached + in_use + in_transit + quarantined == total."""
 
     free: int
     cached: int
     in_use: int
     in_transit: int
+    quarantined: int
     total: int
 
     @property
     def is_complete(self) -> bool:
         """Whether the invariant holds: no block lost, none counted twice."""
-        return self.free + self.cached + self.in_use + self.in_transit == self.total
+        return self.free + self.cached + self.in_use + self.in_transit + self.quarantined == self.total
 
 
 class BlockPool:
@@ -55,6 +56,7 @@ class BlockPool:
         # first keys were deleted is linear.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._in_transit: set[int] = set()
+        self._quarantined: set[int] = set()
 
     # --- taking and returning ---
 
@@ -141,30 +143,38 @@ class BlockPool:
     # --- transfers ---
 
     def take_in_transit(self, count: int) -> list[int]:
-        """Blocks that a peer is going to write; nobody else gets them until `land` or `drop_in_transit`."""
+        """Blocks that a transfer is going to write; nobody else gets them until `land`, `drop_in_transit`, or
+        `quarantine` and what follows it."""
         blocks = self._remove_available(count)
         self._in_transit.update(blocks)
         return blocks
 
     def land(self, blocks: Iterable[int]) -> None:
-        """The peer has written these blocks: each gets one user."""
+        """The transfer has written these blocks: each gets one user."""
         for block in blocks:
             self._in_transit.remove(block)
             self._refs[block] = 1
             self._num_in_use += 1
 
     def drop_in_transit(self, blocks: Iterable[int]) -> None:
-        """The peer will certainly not write these blocks any more: they become free."""
+        """Nothing will write these blocks, in transit or quarantined, any more: they become free."""
         for block in blocks:
-            self._in_transit.remove(block)
+            (self._quarantined if block in self._quarantined else self._in_transit).remove(block)
             self._free.append(block)
             self.num_available += 1
+
+    def quarantine(self, blocks: Iterable[int]) -> None:
+        """Nobody waits for these blocks in transit any more, but they may still be written."""
+        for block in blocks:
+            self._in_transit.remove(block)
+            self._quarantined.add(block)
 
     # --- figures ---
 
     def counts(self) -> BlockCounts:
         """Blocks by state."""
-        return BlockCounts(len(self._free), len(self._idle), self._num_in_use, len(self._in_transit), self.num_blocks)
+        in_transit, quarantined = len(self._in_transit), len(self._quarantined)
+        return BlockCounts(len(self._free), len(self._idle), self._num_in_use, in_transit, quarantined, self.num_blocks)
 
     def cached_hashes(self) -> set[bytes]:
         """Hashes that a prefix may be found under; for tests and diagnosis."""
@@ -177,14 +187,15 @@ class BlockPool:
             users: block -> users as the owners of block tables count them; None when they are not known.
         """
         used = {block: refs for block, refs in enumerate(self._refs) if refs}
-        states = [*self._free, *self._idle, *used, *self._in_transit]
+        states = [*self._free, *self._idle, *used, *self._in_transit, *self._quarantined]
         assert sorted(states) == list(range(self.num_blocks)), f"blocks lost or owned twice: {sorted(states)}"
         assert self.counts().is_complete, f"counts do not add up: {self.counts()}"
         assert self.num_available == len(self._free) + len(self._idle), f"num_available={self.num_available}"
         named = {block: name for block, name in enumerate(self._hash_of) if name is not None}
         assert named == {block: name for name, block in self._by_hash.items()}, "hash maps disagree"
         assert self._idle.keys() <= named.keys(), "a cached block has no hash"
-        assert not named.keys() & (set(self._free) | self._in_transit), "a free block or one in transit has a hash"
+        written = self._in_transit | self._quarantined
+        assert not named.keys() & (set(self._free) | written), "a free block or one in transit has a hash"
         assert users is None or users == used, f"tables count {users}, the pool {used}"
 
     def _remove_available(self, count: int) -> list[int]:

@@ -190,13 +190,18 @@ class KVCacheManager:
         """Net changes of the prefix cache since the last call."""
         return self._events.take()
 
-    def check(self, holders: Iterable[RequestBlocks]) -> None:
-        """Asserts that no block is lost or owned twice, given everyone that holds blocks. O(blocks)."""
-        tables = [blocks.tables for blocks in holders]
+    def check(self, holders: Iterable[RequestBlocks], kept: Iterable[list[list[int]]] = ()) -> None:
+        """Asserts that no block is lost or owned twice, given everyone that holds blocks. O(blocks).
+
+        Args:
+            kept: what transfers hold, per group.
+        """
+        held = [[table.ids for table in blocks.tables] for blocks in holders]
+        held += kept
         for g, pool in enumerate(self.pools):
             users: dict[int, int] = {}
-            for of_request in tables:
-                ids = of_request[g].ids
+            for of_request in held:
+                ids = of_request[g]
                 assert len(set(ids)) == len(ids), f"a table holds a block twice: {ids}"
                 for block in ids:
                     users[block] = users.get(block, 0) + 1

@@ -71,6 +71,29 @@ def make_spec(submit: Submit, limits: RequestLimits, order: int, now: float) -> 
     )
 
 
+def make_export_spec(submit: Submit, limits: RequestLimits, order: int, now: float) -> RequestSpec:
+    """The same for a sequence of which only KV blocks are wanted; its length has been accepted by a replica already.
+
+    Raises:
+        UserError: it does not fit this one.
+    """
+    num_tokens = len(submit.prompt_token_ids)
+    if not 1 < num_tokens <= limits.max_model_len:
+        raise UserError(f"{num_tokens} tokens; the context holds {limits.max_model_len}", param="prompt")
+    _check_ids("prompt", submit.prompt_token_ids, limits.vocab_size)
+    return RequestSpec(
+        request_id=submit.request_id,
+        prompt_len=num_tokens,
+        max_total=num_tokens,
+        stop_token_ids=frozenset(),
+        sampling=submit.sampling,
+        order=order,
+        priority=submit.priority,
+        arrival_s=now,
+        is_export=True,
+    )
+
+
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
     low, high = min(ids, default=0), max(ids, default=0)
     if low < 0 or high >= vocab_size:

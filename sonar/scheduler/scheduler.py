@@ -30,7 +30,8 @@ from sonar.messages import (
     TokenEvent,
 )
 from sonar.request import Request, RequestStatus
-from sonar.scheduler.admission import RequestLimits, make_spec
+from sonar.scheduler.admission import RequestLimits, make_export_spec, make_spec
+from sonar.scheduler.peers import PeerWork
 from sonar.scheduler.slots import SlotPool
 from sonar.scheduler.step_plan import RunningStep, StepPlan, make_batch
 from sonar.scheduler.totals import Totals
@@ -58,7 +59,7 @@ class Scheduler:
 
     Attributes:
         totals: counters since the incarnation began.
-        max_under_way: steps that `schedule` hands out before the first one's result.
+        peers: what is fetched from other replicas, and kept for them.
     """
 
     def __init__(
@@ -75,12 +76,12 @@ class Scheduler:
         self._cache = cache
         self._incarnation = incarnation
         self._num_stages = num_stages
-        self.max_under_way = num_stages if num_stages > 1 else _OVERLAPPED if config.overlap else 1
         self._requests: dict[RequestId, Request] = {}
         self._waiting = WaitingQueue(config.max_waiting)
         self._running: list[Request] = []
         self._slots = SlotPool(config.max_num_requests)
         self._under_way: deque[RunningStep] = deque()
+        self.peers = PeerWork(cache)
         self.totals = Totals()
 
     # --- requests in and out ---
@@ -105,6 +106,8 @@ class Scheduler:
         spec = make_spec(submit, self._limits, self.totals.arrivals, now)
         token_ids = [*submit.prompt_token_ids, *submit.emitted_token_ids]
         request = Request(spec, token_ids, self._cache.new_blocks(submit.cache_salt))
+        if self._cache.is_caching and request.reads_prefix_cache:
+            request.peers.source, request.peers.cache_salt = submit.kv_source, submit.cache_salt
         if submit.emitted_token_ids:
             finish = request.finish_at(token_ids[-1])
             if finish is not None:
@@ -116,10 +119,33 @@ class Scheduler:
                 param="max_tokens",
                 code="kv_cache_too_small",
             )
-        self._waiting.push(request)
-        self._requests[spec.request_id] = request
-        self.totals.arrivals += 1
+        self._take_in(request)
         return None
+
+    def add_export(self, submit: Submit, now: float) -> Request:
+        """Takes in a sequence whose blocks, but for the last token's, another replica is to read. No token is drawn and
+        no event comes; `Request.num_ready` tells how far it is, and `abort` ends it.
+
+        Raises:
+            UserError, CapacityError, ProtocolError: as `add`.
+        """
+        if submit.request_id in self._requests:
+            raise ProtocolError(f"request {submit.request_id} is submitted twice")
+        spec = make_export_spec(submit, self._limits, self.totals.arrivals, now)
+        if shortage := self._cache.shortage(spec.max_total):
+            raise CapacityError(shortage, code="kv_cache_too_small")
+        request = Request(spec, list(submit.prompt_token_ids), self._cache.new_blocks(submit.cache_salt))
+        request.first_event = None
+        self._take_in(request)
+        return request
+
+    def end_fetch(self, request: Request) -> None:
+        """Blocks from another replica have come, or will not: the request goes on with what is cached."""
+        self.peers.end_fetch(request)
+        self.wake()
+        request.status = RequestStatus.WAITING
+        request.is_preempted = True  # its turn had come
+        self._waiting.push_back(request)
 
     def abort(self, request_id: RequestId, finish: FinishReason = FinishReason.ABORT) -> TokenEvent | None:
         """Ends a request at once, whatever steps under way compute for it; its blocks and slot are free.
@@ -149,7 +175,9 @@ class Scheduler:
         self._plan_waiting(plan, now)
         if not plan.decodes and not plan.chunks:
             counts = self._cache.counts()
-            is_stuck = self._requests and not self._under_way and not counts.in_transit
+            self.peers.is_blocked = not self._under_way
+            waits_for_blocks = not self.peers.is_empty or counts.in_transit or counts.quarantined
+            is_stuck = self._requests and self.peers.is_blocked and not waits_for_blocks
             assert not is_stuck, f"{len(self._running)} running, {len(self._waiting)} waiting make no step: {counts}"
             return None
         return self._commit(plan)
@@ -165,6 +193,9 @@ class Scheduler:
         assert len(result.token_ids) == len(step.sampled), f"{len(result.token_ids)} tokens for {len(step.sampled)}"
         self.totals.steps += 1
         dropped = step.dropped
+        for request, num_tokens in step.exported:
+            if request not in dropped:
+                request.peers.num_ready = num_tokens
         for slot, rows in result.prompt_logprobs.items():
             request, start = step.prompt_chunks[slot]
             if request not in dropped:
@@ -176,7 +207,21 @@ class Scheduler:
             if request not in dropped
         ]
 
+    def wake(self) -> None:
+        """Blocks have become free, or have come: `schedule` may find something to do."""
+        self.peers.is_blocked = False
+
     # --- figures ---
+
+    @property
+    def max_under_way(self) -> int:
+        """Steps that `schedule` hands out before the first one's result."""
+        return self._num_stages if self._num_stages > 1 else _OVERLAPPED if self._config.overlap else 1
+
+    @property
+    def can_step(self) -> bool:
+        """Whether `schedule` might find something to do without a step under way; not if it has just found nothing."""
+        return not self.peers.is_blocked and bool(self._running or len(self._waiting))
 
     @property
     def num_open(self) -> int:
@@ -210,6 +255,7 @@ class Scheduler:
             generated_tokens=totals.generated_tokens,
             preemptions=totals.preemptions,
             step_seconds=step_seconds,
+            blocks_quarantined=counts.quarantined,
         )
 
     def take_kv_events(self) -> list[KVEvent]:
@@ -218,11 +264,13 @@ class Scheduler:
 
     def check(self) -> None:
         """Asserts that no block or slot is lost or owned twice and no request forgotten. O(blocks + requests)."""
-        assert len(self._requests) == len(self._running) + len(self._waiting), f"open requests: {self._requests.keys()}"
+        peers = self.peers
+        placed = len(self._running) + len(self._waiting) + len(peers.fetching) + len(peers.holding)
+        assert len(self._requests) == placed, f"open requests: {self._requests.keys()}"
         assert all(request.status is RequestStatus.RUNNING for request in self._running)
         assert all(request.status is RequestStatus.WAITING for request in self._waiting)
         self._slots.check([request.slot for request in self._running])
-        self._cache.check(request.blocks for request in self._requests.values())
+        self._cache.check((request.blocks for request in self._requests.values()), peers.fetches.kept())
 
     # --- planning ---
 
@@ -258,7 +306,7 @@ class Scheduler:
             if budget <= 0:
                 return
             if request.status is RequestStatus.RUNNING:
-                end = self._make_room(plan, request, min(start + budget, request.num_total))
+                end = self._make_room(plan, request, min(start + budget, request.compute_end))
                 if end > start:
                     plan.add_chunk(request, end - start, self._cache.block_size)
 
@@ -266,9 +314,11 @@ class Scheduler:
         """Admits waiting requests while budget, slots and blocks last; the first that does not fit ends it.
 
         A request whose next missing block is being computed in this step is passed over: in the next one it finds the
-        block instead of computing it again. It does not wait for long: what it waits for is computed in this step.
+        block instead of computing it again. It does not wait for long: what it waits for is computed in this step. The
+        same holds for a block on its way from another replica.
         """
         size = self._cache.block_size
+        gone = []
         for request in self._waiting:
             if plan.budget <= 0 or not self._slots.num_free:
                 break
@@ -277,23 +327,32 @@ class Scheduler:
                 hit = self._cache.find_prefix(request.blocks, request.token_ids)
                 # The last token is always computed, so a block that ends with it could not be used.
                 can_use_next = hit < (len(request.token_ids) - 1) // size
-                if can_use_next and plan.fills(request.blocks.hashes[hit]):
+                next_hash = request.blocks.hashes[hit] if can_use_next else b""
+                if can_use_next and (plan.fills(next_hash) or self.peers.fetches.brings(next_hash)):
                     continue
-            if not self._admit(plan, request, hit, now):
+            if self.peers.wants(request, hit):
+                is_taken = self.peers.begin(request, hit, self.totals.batches, _SPARE_SHARE)
+            else:
+                is_taken = self._admit(plan, request, hit, now)
+            if not is_taken:
                 break
-        for request in plan.admitted:
+            gone.append(request)
+        for request in gone:
             self._waiting.remove(request)
 
     def _admit(self, plan: StepPlan, request: Request, hit: int, now: float) -> bool:
         """Seats a waiting request if its blocks suffice, and plans its first chunk."""
-        start, total = hit * self._cache.block_size, len(request.token_ids)
+        start, total = hit * self._cache.block_size, request.compute_end
         end = min(start + plan.budget, total)
         # Alone it has no one to wait for: it starts with whatever chunk fits.
         is_alone = not self._running
-        least = start + 1 if is_alone else end
+        least = min(start + 1, end) if is_alone else end
         if not self._cache.admit(request.blocks, hit, total, least, 0.0 if is_alone else _SPARE_SHARE):
             return False
-        request.num_computed = start
+        request.num_computed = request.peers.num_cached = start
+        if start == total:
+            self._hold_cached(request)
+            return True
         end = self._cache.grow(request.blocks, start, end)
         request.slot = self._slots.take()
         request.status = RequestStatus.RUNNING
@@ -303,6 +362,14 @@ class Scheduler:
         plan.grown.append(request)
         self.totals.count_admission(request, start, now)
         return True
+
+    def _hold_cached(self, request: Request) -> None:
+        """Keeps the blocks of an export that is cached to its end; steps under way may still be filling them."""
+        self.peers.hold(request)
+        if self._under_way:
+            self._under_way[-1].exported.append((request, request.num_computed))
+        else:
+            request.peers.num_ready = request.num_computed
 
     def _make_room(self, plan: StepPlan, request: Request, end: int) -> int:
         """Gets blocks up to `end`, if need be from requests of a greater rank; returns how far there is room.
@@ -316,8 +383,9 @@ class Scheduler:
             if reached > start:
                 plan.grown.append(request)
                 return reached
-            victim = self._running[-1]
-            if victim is request:
+            # Not an export: another replica may be reading its blocks.
+            victim = next((running for running in reversed(self._running) if not running.spec.is_export), None)
+            if victim is None or victim.rank <= request.rank:
                 return start
             self._preempt(victim, plan)
 
@@ -335,6 +403,8 @@ class Scheduler:
         self._under_way.append(step)
         for request, num_tokens in plan.chunks.items():
             request.num_computed += num_tokens
+            if request.spec.is_export:
+                step.exported.append((request, request.num_computed))
         for request in plan.decodes:
             request.num_computed += 1
         for request in step.sampled:
@@ -343,7 +413,18 @@ class Scheduler:
         for request in (*plan.decodes, *plan.chunks):
             if request.num_computed >= request.blocks.register_at:
                 self._cache.register(request.blocks, request.token_ids, request.num_computed)
+        for request, num_tokens in step.exported:
+            if num_tokens == request.compute_end:
+                self._running.remove(request)
+                self._slots.give_back(request.slot)
+                self.peers.hold(request)
         return batch
+
+    def _take_in(self, request: Request) -> None:
+        self._waiting.push(request)
+        self._requests[request.spec.request_id] = request
+        self.totals.arrivals += 1
+        self.wake()
 
     # --- results ---
 
@@ -367,11 +448,19 @@ class Scheduler:
         return request.event(token_id, logprobs, finish)
 
     def _end(self, request: Request) -> None:
-        if request.status is RequestStatus.RUNNING:
-            self._vacate(request)
-        else:
-            self._waiting.remove(request)
+        match request.status:
+            case RequestStatus.RUNNING:
+                self._vacate(request)
+            case RequestStatus.FETCHING:
+                self.peers.end_fetch(request)
+            case RequestStatus.HOLDING:
+                self.peers.let_go(request)
+                for step in self._under_way:
+                    step.dropped.add(request)
+            case _:
+                self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
+        self.wake()
         del self._requests[request.spec.request_id]
 
     def _vacate(self, request: Request) -> None:

@@ -62,15 +62,17 @@ class RunningStep:
         sampled: requests it draws a token for, in the order of the result.
         dropped: requests that finished, were aborted or preempted meanwhile: what the step says of them is not wanted.
         prompt_chunks: slot -> request and first position, where rows of prompt log-probabilities will come.
+        exported: exports, and how many of their tokens are computed when this step is done.
     """
 
-    __slots__ = ("dropped", "prompt_chunks", "sampled", "step")
+    __slots__ = ("dropped", "exported", "prompt_chunks", "sampled", "step")
 
     def __init__(self, step: int, sampled: list[Request], prompt_chunks: dict[int, tuple[Request, int]]) -> None:
         self.step = step
         self.sampled = sampled
         self.dropped: set[Request] = set()
         self.prompt_chunks = prompt_chunks
+        self.exported: list[tuple[Request, int]] = []
 
 
 def make_batch(plan: StepPlan, incarnation: int, step: int, released: list[int]) -> tuple[StepBatch, RunningStep]:

@@ -36,7 +36,7 @@ class Totals:
         first = request.first_event
         if first is None or first.num_cached_tokens >= 0:
             return
-        first.num_cached_tokens = min(num_cached_tokens, request.spec.prompt_len)
+        first.num_cached_tokens = max(0, min(num_cached_tokens, request.spec.prompt_len) - request.peers.num_fresh)
         self.prompt_tokens += request.spec.prompt_len
         self.cached_tokens += first.num_cached_tokens
         self.queue_seconds += now - request.spec.arrival_s

@@ -25,7 +25,7 @@ from sonar.messages import Fault, HeadToLead, LeadHello, LeadReady, LoadProgress
 from sonar.process import EXIT_USER_ERROR
 from sonar.transport import Address, PeerId, PeerKind
 from sonar.transport_client import Client
-from sonar.worker.lead_loop import LeadLoop, ServingEngine
+from sonar.worker.lead_loop import LeadLoop, PeerPort, ServingEngine
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,11 @@ class Built(Protocol):
     @property
     def ops_backend(self) -> str:
         """Name of the op table."""
+        ...
+
+    @property
+    def exchange(self) -> PeerPort | None:
+        """Of KV blocks with other replicas."""
         ...
 
     @property
@@ -161,7 +166,7 @@ def _serve(spec: LeadSpec, link: Client, flag: _TermFlag) -> int:
         ready = _ready_message(spec, built)
         flag.is_serving = True
         link.send(ready)
-        loop = LeadLoop(built.engine, link, hello, ready, lambda: flag.is_set, time.monotonic)
+        loop = LeadLoop(built.engine, link, hello, ready, lambda: flag.is_set, time.monotonic, built.exchange)
         loop.run()
     except UserError as error:
         _report_fault(spec, link, loop, error)

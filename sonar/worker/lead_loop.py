@@ -9,7 +9,7 @@ in. Called by `sonar.worker.lead`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, assert_never
 
 import msgspec
@@ -21,11 +21,13 @@ from sonar.messages import (
     Drained,
     Draining,
     FinishReason,
+    FromPeer,
     HeadToLead,
     KVEvent,
     LeadHello,
     LeadReady,
     LeadStats,
+    PeerGone,
     Ping,
     Pong,
     Resume,
@@ -33,7 +35,9 @@ from sonar.messages import (
     Submit,
     TakeRoll,
     TokenEvent,
+    ToPeer,
 )
+from sonar.peer_messages import PeerMessage
 from sonar.worker.outbox import MAX_IDLE_S, Link, Outbox
 from sonar.worker.step_forecast import StepForecast
 
@@ -95,6 +99,48 @@ class ServingEngine(Protocol):
         ...
 
 
+class PeerPort(Protocol):
+    """The replica's exchange with others, as the loop drives it; `sonar.kvtransfer.exchange.KVExchange` is one."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is open with another replica."""
+        ...
+
+    @property
+    def wait_s(self) -> float:
+        """How long the loop may sleep while it is."""
+        ...
+
+    def receive(self, replica_id: str, incarnation: int, message: PeerMessage) -> None:
+        """Another replica says something."""
+        ...
+
+    def peer_gone(self, replica_id: str, incarnation: int, has_ended: bool) -> None:
+        """It serves no more."""
+        ...
+
+    def tick(self) -> Sequence[tuple[tuple[str, int], PeerMessage]]:
+        """What is to be said: (replica id, incarnation), message."""
+        ...
+
+
+class _StatsTimer:
+    """When the next `LeadStats` is due: once a second, and when the engine begins or ends its work."""
+
+    def __init__(self, now: float) -> None:
+        self.next_s = now
+        self._was_busy = False
+
+    def take(self, now: float, is_busy: bool) -> bool:
+        """Whether it is now."""
+        if now < self.next_s and is_busy == self._was_busy:
+            return False
+        self._was_busy = is_busy
+        self.next_s = now + STATS_INTERVAL_S
+        return True
+
+
 class LeadLoop:
     """Runs an engine for a head.
 
@@ -102,6 +148,7 @@ class LeadLoop:
         hello, ready: said (again) when the connection was made anew.
         should_drain: asked between steps; true once the process was told to end.
         clock: monotonic seconds.
+        peers: the exchange of KV blocks with other replicas; None when there is none.
 
     Attributes:
         num_steps: that ended well. num_stale: messages of another incarnation, dropped.
@@ -115,6 +162,7 @@ class LeadLoop:
         ready: LeadReady,
         should_drain: Callable[[], bool],
         clock: Callable[[], float],
+        peers: PeerPort | None = None,
     ) -> None:
         self.num_steps = 0
         self.num_stale = 0
@@ -125,8 +173,8 @@ class LeadLoop:
         self._clock = clock
         self._outbox = Outbox(link, ready)
         self._is_draining = False
-        self._next_stats_s = clock()
-        self._was_busy = False
+        self._stats_timer = _StatsTimer(clock())
+        self._peers = peers
         self._forecast = StepForecast()
         engine.watch(self)
 
@@ -143,7 +191,7 @@ class LeadLoop:
                     incarnation=self._incarnation, step=self.num_steps, num_tokens=num_tokens, expected_s=expected_s
                 )
             )
-            self._next_stats_s = self._clock()  # which ends the head's patience once the step has ended
+            self._stats_timer.next_s = self._clock()  # which ends the head's patience once the step has ended
         self._forecast.began(self._clock())
 
     def step_ended(self, num_tokens: int) -> None:
@@ -157,10 +205,9 @@ class LeadLoop:
                 self._is_draining = True
                 self._outbox.send(Draining(incarnation=self._incarnation))
             has_work = self._engine.has_work
-            if self._is_draining and not has_work:
+            if self._is_draining and not has_work and not (self._peers is not None and self._peers.is_busy):
                 break
-            idle_s = min(MAX_IDLE_S, max(0.0, self._next_stats_s - self._clock()))
-            messages = self._link.receive(0.0 if has_work else idle_s)
+            messages = self._link.receive(0.0 if has_work else self._idle_s())
             if self._link.take_reconnected():
                 for message in self._greeting:
                     self._outbox.send(message)
@@ -170,6 +217,7 @@ class LeadLoop:
             if self._engine.has_work:
                 events += self._engine.step()
                 self.num_steps += 1
+            self._talk_to_peers()
             self._report(events)
         self._outbox.send(Drained(incarnation=self._incarnation))
 
@@ -197,9 +245,32 @@ class LeadLoop:
                     self._outbox.resume(request_id, first)
                 case Drain():
                     self._is_draining = True
+                case FromPeer(replica_id=replica_id, peer_incarnation=number, message=said):
+                    if self._peers is not None:
+                        self._peers.receive(replica_id, number, said)
+                case PeerGone(replica_id=replica_id, peer_incarnation=number, has_ended=has_ended):
+                    if self._peers is not None:
+                        self._peers.peer_gone(replica_id, number, has_ended)
                 case _:
                     assert_never(message)
         return events
+
+    def _idle_s(self) -> float:
+        """How long there is nothing to do but to listen."""
+        idle_s = min(MAX_IDLE_S, max(0.0, self._stats_timer.next_s - self._clock()))
+        return min(idle_s, self._peers.wait_s) if self._peers is not None and self._peers.is_busy else idle_s
+
+    def _talk_to_peers(self) -> None:
+        if self._peers is not None:
+            for (replica_id, number), message in self._peers.tick():
+                self._outbox.send(
+                    ToPeer(
+                        incarnation=self._incarnation,
+                        replica_id=replica_id,
+                        peer_incarnation=number,
+                        message=message,
+                    )
+                )
 
     def _add(self, submit: Submit) -> TokenEvent | None:
         self._outbox.begin(submit)
@@ -220,11 +291,9 @@ class LeadLoop:
         )
 
     def _report(self, events: list[TokenEvent]) -> None:
-        now, is_busy = self._clock(), self._engine.has_work
+        now = self._clock()
         self._outbox.tell(events, now)
         self._outbox.tell_kv(self._engine.take_kv_events())
-        if now >= self._next_stats_s or is_busy != self._was_busy:
-            self._was_busy = is_busy
-            self._next_stats_s = now + STATS_INTERVAL_S
+        if self._stats_timer.take(now, self._engine.has_work):
             stats = msgspec.structs.replace(self._engine.stats(), incarnation=self._incarnation)
             self._outbox.tell_stats(stats, now)

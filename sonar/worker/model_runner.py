@@ -24,7 +24,7 @@ from sonar.worker.cuda_graphs import DecodeGraphs
 from sonar.worker.draw_plan import Vocabulary
 from sonar.worker.input_builder import InputBuilder
 from sonar.worker.inputs import PromptRows, StepInputs
-from sonar.worker.kv_cache import KVCache
+from sonar.worker.kv_cache import CacheLayout, KVCache
 from sonar.worker.logprobs import TokenLogprobs, normalize, score
 from sonar.worker.pipeline_stage import PipelineStage
 from sonar.worker.results import PendingResult, PromptScores, StepOutcome
@@ -99,6 +99,16 @@ class ModelRunner:
     def max_under_way(self) -> int:
         """Steps that may be submitted before the first is done."""
         return self._parts.max_under_way
+
+    @property
+    def cache_addresses(self) -> tuple[int, ...]:
+        """Where each cache group's blocks lie, in the memory of the process or the device."""
+        return tuple(tensor.data_ptr() for tensor in self._parts.cache.tensors)
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """Their shape."""
+        return self._parts.cache.layout
 
     def prepare(self) -> None:
         """Captures what can be captured, before the first step; waits for it. Raises what that raised."""

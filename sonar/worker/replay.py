@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from sonar.messages import HeldRequest, Logprob, RequestId, Submit, TokenEvent
+from sonar.messages import HeldRequest, KVFetchRecord, Logprob, RequestId, Submit, TokenEvent
 
 # After its end: as long as a head may take to come back or be replaced, and to ask.
 KEPT_S = 60.0
@@ -24,13 +24,14 @@ MAX_TOKENS = 1_000_000
 class _Told:
     """One request's output so far. end: its terminal event, with all other fields as they were; None while it is open.
 
-    prompt_logprobs, num_cached_tokens: of the first event that told them."""
+    prompt_logprobs, num_cached_tokens, kv_fetch: of the first event that told them."""
 
     first: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[list[Logprob]] = field(default_factory=list)
     prompt_logprobs: list[list[Logprob]] = field(default_factory=list)
     num_cached_tokens: int = -1
+    kv_fetch: KVFetchRecord | None = None
     end: TokenEvent | None = None
     ended_s: float = 0.0
     weight: int = 1
@@ -65,6 +66,7 @@ class Replay:
             told.prompt_logprobs = event.prompt_logprobs
             weight += 2 * sum(map(len, event.prompt_logprobs))
         told.num_cached_tokens = max(told.num_cached_tokens, event.num_cached_tokens)
+        told.kv_fetch = told.kv_fetch or event.kv_fetch
         told.weight += weight
         self._weight += weight
         if event.finish is not None:
@@ -106,6 +108,7 @@ class Replay:
             logprobs=told.logprobs[skip:],
             prompt_logprobs=told.prompt_logprobs,
             num_cached_tokens=told.num_cached_tokens,
+            kv_fetch=told.kv_fetch,
         )
         if told.end is None:
             return rest

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from cluster.commands import SendToAgent
@@ -81,6 +83,21 @@ def test_scale_up_and_down(world: World) -> None:
     states = {r.replica_id: r.state for r in world.state.replicas.values()}
     assert states["m-0"] is ReplicaState.READY
     assert {states["m-1"], states["m-2"]} == {ReplicaState.DRAINING}
+
+
+def test_roles_are_given_with_the_number_of_replicas_and_refused_without_a_way_for_blocks(world: World) -> None:
+    desk = desk_of(world)
+    answer = desk.answer(ScaleDeployment(name="m", replicas=2, prefill_replicas=1))
+    assert isinstance(answer, Declined) and "set kv_transfer" in answer.reason
+    config = world.state.deployments["m"]
+    moving = dataclasses.replace(config.engine_config, kv_transfer="shm")
+    world.handle(DeploymentApplied(dataclasses.replace(config, engine_config=moving)))
+    answer = desk.answer(ScaleDeployment(name="m", replicas=3, prefill_replicas=1))
+    assert isinstance(answer, Accepted) and "m: 2 -> 3 replicas, 1 of them for prompts" in answer.text
+    assert desk.answer(ScaleDeployment(name="m", replicas=2)) == Accepted(
+        text=f"m: 3 -> 2 replicas, 1 of them for prompts ({answer.text.rpartition('(')[2]}"
+    )
+    assert world.state.deployments["m"].prefill_replicas == 1
 
 
 def test_a_restart_is_of_one_replica_at_a_time(world: World) -> None:

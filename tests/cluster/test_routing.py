@@ -195,3 +195,61 @@ def lines_of_a_choice(count: int) -> int:
 
 def test_what_a_choice_costs_does_not_grow_with_the_replicas() -> None:
     assert lines_of_a_choice(50) == lines_of_a_choice(400)
+
+
+def pools(prefill: int, decode: int) -> RouteTable[str]:
+    table: RouteTable[str] = RouteTable()
+    for index in range(prefill + decode):
+        name = f"m-{index:04d}"
+        table.open(name, 1, "m", ready(name), is_prefill=index < prefill)
+    return table
+
+
+def test_requests_go_to_decode_replicas_and_their_prompts_to_prefill_replicas():
+    table = pools(2, 2)
+    tokens = list(range(64))
+    cache(table, "m-0001", tokens)
+    route, decision = table.choose("m", tokens, "", "")
+    assert route.replica_id == "m-0002" and decision.scores[0].uncached == 64
+    helper, _ = table.choose_helper("m", tokens, "", route)
+    assert helper.replica_id == "m-0001", "it has the prompt"
+    route.add("r", "r", 64, helper)
+    assert (route.pending_tokens, helper.pending_tokens) == (0, 64)
+    assert table.choose_helper("m", [9] * 64, "", route)[0].replica_id == "m-0000", "it has less to do"
+    route.saw_token(route.attempts["r"])
+    assert helper.pending_tokens == 0
+    route.remove("r")
+    assert helper.pending_tokens == 0 and not route.attempts
+
+
+def test_without_a_decode_replica_the_others_do_both():
+    table = pools(1, 1)
+    table.close(table.get("m-0001", 1))
+    route, _ = table.choose("m", [1] * 64, "", "")
+    assert route.replica_id == "m-0000" and table.choose_helper("m", [1] * 64, "", route) is None
+
+
+def test_a_helper_that_is_gone_is_in_no_order_when_its_attempts_end():
+    table = pools(1, 2)
+    route, _ = table.choose("m", [1] * 64, "", "")
+    helper, _ = table.choose_helper("m", [1] * 64, "", route)
+    route.add("r", "r", 64, helper)
+    table.close(helper)
+    route.remove("r")
+    assert table.choose_helper("m", [1] * 64, "", route) is None
+    assert table.choose("m", [1], "", "")[0].replica_id in ("m-0001", "m-0002")
+
+
+def test_roles_change_at_once_and_back():
+    table = pools(1, 2)
+    table.set_roles("m", lambda name: name != "m-0002")
+    route, _ = table.choose("m", [1] * 64, "", "")
+    assert route.replica_id == "m-0002"
+    assert {table.choose_helper("m", [1] * 64, "", route)[0].replica_id} <= {"m-0000", "m-0001"}
+    table.set_roles("m", lambda name: False)
+    assert table.choose_helper("m", [1] * 64, "", route) is None
+    assert {candidate.replica_id for candidate in table.choose("m", [1], "", "")[1].scores} == {
+        "m-0000",
+        "m-0001",
+        "m-0002",
+    }

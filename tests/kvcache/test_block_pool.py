@@ -29,20 +29,20 @@ def _cached(pool: BlockPool, *numbers: int) -> list[int]:
 
 def test_counts_follow_a_block_through_its_states() -> None:
     pool = BlockPool(3)
-    assert pool.counts() == (3, 0, 0, 0, 3)
+    assert pool.counts() == (3, 0, 0, 0, 0, 3)
     (block,) = pool.take(1)
-    assert pool.counts() == (2, 0, 1, 0, 3)
+    assert pool.counts() == (2, 0, 1, 0, 0, 3)
     pool.register(block, _name(1), ROOT)
     pool.release([block])
-    assert pool.counts() == (2, 1, 0, 0, 3)
+    assert pool.counts() == (2, 1, 0, 0, 0, 3)
     assert pool.num_available == 3
     pool.acquire([block])
-    assert pool.counts() == (2, 0, 1, 0, 3)
+    assert pool.counts() == (2, 0, 1, 0, 0, 3)
     moving = pool.take_in_transit(1)
-    assert pool.counts() == (1, 0, 1, 1, 3)
+    assert pool.counts() == (1, 0, 1, 1, 0, 3)
     pool.check({block: 1})
     pool.land(moving)
-    assert pool.counts() == (1, 0, 2, 0, 3)
+    assert pool.counts() == (1, 0, 2, 0, 0, 3)
     pool.check({block: 1, moving[0]: 1})
 
 
@@ -83,7 +83,7 @@ def test_a_second_block_with_the_same_contents_is_not_cached() -> None:
     pool.register(first, _name(1), ROOT)
     pool.register(second, _name(1), ROOT)
     pool.release([first, second])
-    assert pool.counts() == (1, 1, 0, 0, 2)
+    assert pool.counts() == (1, 1, 0, 0, 0, 2)
     assert pool.lookup([_name(1)]) == [first]
     pool.check({})
 
@@ -102,7 +102,7 @@ def test_a_dropped_transfer_frees_its_blocks() -> None:
     moving = pool.take_in_transit(2)
     assert pool.num_available == 0
     pool.drop_in_transit(moving)
-    assert pool.counts() == (2, 0, 0, 0, 2)
+    assert pool.counts() == (2, 0, 0, 0, 0, 2)
 
 
 def test_misuse_is_caught() -> None:

@@ -39,6 +39,8 @@ def test_values_reach_their_fields() -> None:
         *("--block-size", "32", "--kv-cache-memory", "1.5GiB", "--no-prefix-caching"),
         *("--max-num-requests", "8", "--max-step-tokens", "64", "--max-model-len", "512", "--no-overlap"),
     )
+    assert parse("--kv-transfer", "nixl", "--kv-checksums").kv_transfer == "nixl"
+    assert parse("--kv-transfer", "nixl", "--kv-checksums").kv_checksums
     assert (config.device, config.dtype, config.threads, config.load_format) == ("cpu", "bfloat16", 3, "dummy")
     assert config.cache.block_size == 32 and config.cache.memory_bytes == 3 * 2**29
     assert not config.cache.enable_prefix_caching and not config.scheduler.overlap

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from sonar.config import LayerKind, SchedulerConfig
 from sonar.kvcache.groups import CacheGroup
 from sonar.kvcache.manager import KVCacheManager
-from sonar.messages import BlockStored, FinishReason, StepBatch, Submit, TokenEvent
+from sonar.messages import BlockStored, FinishReason, KVSource, StepBatch, Submit, TokenEvent
 from sonar.sampling_params import SamplingParams
 from sonar.scheduler.admission import RequestLimits
 from sonar.scheduler.scheduler import Scheduler
@@ -90,6 +90,7 @@ class World:
         num_emitted: int = 0,
         priority: int = 0,
         salt: str = "",
+        source: KVSource | None = None,
     ) -> Client:
         """Submits a request, of whose output an earlier incarnation has sent `num_emitted` tokens."""
         sampling = sampling or SamplingParams(seed=1, max_tokens=4, ignore_eos=True)
@@ -104,6 +105,7 @@ class World:
             emitted_token_ids=emitted,
             priority=priority,
             cache_salt=salt,
+            kv_source=source,
         )
         event = self.scheduler.add(submit, self.now)
         client = Client(submit, expected, finish, list(emitted))
