@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The one command of a fresh machine: sets up the clone's own environment when needed, then runs the `sonar` command.
 #   run_cluster.sh demo [--port P] [--host H] [--detach] [flags of `sonar serve`]   serve the demo model
+#   run_cluster.sh demo --disaggregated                                             by a prefill and a decode replica
 #   run_cluster.sh status | stop [--port P]                                         look at it, end it
 #   run_cluster.sh head --config cluster.toml                                       a cluster of many hosts: one head,
 #   run_cluster.sh join HEAD[:PORT] --token-file FILE                               and this on every other host
@@ -13,7 +14,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/launcher/setup.sh"
 DEMO_MODEL=smollm2-135m
 
-usage() { sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 # A port in use is said before minutes are spent on an installation. Arguments: those of `sonar serve`.
 check_port() {

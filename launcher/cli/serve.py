@@ -12,6 +12,7 @@ import logging
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.cli.engine_flags import add_engine_flags, engine_config
@@ -51,6 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     http.add_argument(
         "--resume-window", type=float, default=60.0, help="s that such a stream goes on without a reader (default: 60)"
     )
+    pools = parser.add_argument_group("pools")
+    pools.add_argument(
+        "--disaggregated",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="one replica computes prompts, another decodes (docs/disaggregation.md)",
+    )
     life = parser.add_argument_group("process")
     life.add_argument("--drain-timeout", type=float, default=30.0, help="s for open requests at the end (default: 30)")
     life.add_argument(
@@ -78,6 +86,8 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if not args.model.strip():
         raise ConfigError("MODEL is empty; give a folder, a .gguf file, a hub id or an alias", param="model")
     engine = engine_config(args)  # before a download: a wrong flag is said at once
+    if args.disaggregated:
+        engine = half_of_host(engine)
     if args.detach:
         from launcher.cli.detach import start_detached
 
@@ -85,6 +95,26 @@ def run(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     source = _find_model(engine, environ)
     load_model_config(source)  # reads headers alone: a bad file is said before anything starts
     return _serve(args, environ, state, engine, source)
+
+
+def half_of_host(engine: EngineConfig) -> EngineConfig:
+    """The settings of each of two replicas that share this host's cores and memory, and move KV blocks within it.
+
+    Raises:
+        ConfigError: blocks cannot be moved with these settings.
+    """
+    from sonar.worker.host import usable_cpus
+
+    cache = engine.cache
+    if not cache.memory_bytes:
+        cache = replace(cache, memory_share=max(0.05, cache.memory_share / 2))
+    return replace(
+        engine,
+        device="cpu" if engine.device == "auto" else engine.device,
+        threads=engine.threads or max(1, usable_cpus() // 2),
+        kv_transfer="shm" if engine.kv_transfer == "none" else engine.kv_transfer,
+        cache=cache,
+    )
 
 
 def _check_port(state: StateDir, host: str, port: int) -> None:
@@ -147,8 +177,6 @@ def _serve(
     engine: EngineConfig,
     source: ModelSource,
 ) -> int:
-    from dataclasses import replace
-
     from cluster.api.settings import ApiSettings
     from cluster.api.tokenizers import tokenizer_loader
     from cluster.config import DeploymentConfig, Timeouts
@@ -165,6 +193,8 @@ def _serve(
             name=deployment_name(model),
             served_name=model,
             engine_config=replace(engine, model=str(source.path), revision=None),
+            replicas=2 if args.disaggregated else 1,
+            prefill_replicas=1 if args.disaggregated else 0,
         ),
         state_dir=state.server_dir(args.port),
         http_host=args.host,
