@@ -80,6 +80,8 @@ def _refuse_quantization(fields: Fields) -> None:
     settings = fields.raw("quantization_config")
     if settings is not None:
         method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
+        if method == "mxfp4" and fields.raw("model_type") == "gpt_oss":
+            return
         raise ModelError(
             f"{fields.where}: quantization {method!r} is not supported; give the unquantized model (float32, bfloat16 "
             "or float16) or a GGUF file",
@@ -226,8 +228,14 @@ def _gpt_oss(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:
         "swiglu_alpha": fields.get_float("swiglu_alpha", 1.702),
         "swiglu_limit": fields.get_float("swiglu_limit", 7.0),
     }
-    has_bias = fields.get_bool("attention_bias", True)
-    return ModelConfig("gpt_oss", **arguments, qkv_bias=has_bias, extra=extra, moe=read_gpt_oss_experts(fields))
+    return ModelConfig(
+        "gpt_oss",
+        **arguments,
+        qkv_bias=fields.get_bool("attention_bias", True),
+        quantization=None if fields.raw("quantization_config") is None else "mxfp4",
+        extra=extra,
+        moe=read_gpt_oss_experts(fields),
+    )
 
 
 def _deepseek_v2(fields: Fields, eos_token_ids: tuple[int, ...]) -> ModelConfig:

@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "gpt2": "gpt2",
 }
 """Family of `tests.tiny` -> GGUF architecture."""
+GGUF_FAMILIES = tuple(ARCHITECTURES)
 
 _CONV1D_ENDS = ("c_attn.weight", "attn.c_proj.weight", "c_fc.weight", "mlp.c_proj.weight")
 

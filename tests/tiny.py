@@ -40,6 +40,14 @@ _SHAPE: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
+_LATENT: dict[str, Any] = {
+    **_SHAPE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -84,6 +92,57 @@ _CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: transformers.GPT2Config(
         **_IDS, n_embd=64, n_layer=4, n_head=4, n_positions=512, scale_attn_by_inverse_layer_idx=True
     ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **_SHAPE,
+        head_dim=24,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **_SHAPE,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        shared_expert_intermediate_size=56,
+        decoder_sparse_step=2,
+    ),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(
+        **_LATENT,
+        q_lora_rank=None,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        n_shared_experts=2,
+        n_group=3,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.5,
+        moe_intermediate_size=40,
+        first_k_dense_replace=1,
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **_LATENT,
+        q_lora_rank=24,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        moe_intermediate_size=40,
+        first_k_dense_replace=1,
+        rope_parameters={**_YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.9},
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **{**_SHAPE, "intermediate_size": 128},
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=21,
+        rope_parameters={**_YARN_ROPE, "truncate": False},
+    ),
 }
 FAMILIES = tuple(_CONFIGS)
 
@@ -99,6 +158,9 @@ def make_tiny_model(family: str) -> PreTrainedModel:
             # transformers starts norms at 1 or 0, biases at 0 and matrices at 0.02: all too tame to find an error.
             noise = torch.randn_like(parameter)
             parameter.add_(noise, alpha=0.3) if parameter.dim() == 1 else parameter.copy_(noise * 0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.1)
     model.tie_weights()
     return model.float().eval()
 

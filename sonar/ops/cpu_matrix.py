@@ -155,6 +155,8 @@ def _stored_rows(matrix: Matrix) -> tuple[GGMLQuantizationType, Tensor]:
             weight_NK = weight_NK.to(torch.float32)
         return _PLAIN_TYPES[weight_NK.dtype], weight_NK if weight_NK.stride(1) == 1 else weight_NK.contiguous()
     kind = GGMLQuantizationType.__members__.get(matrix.type_name)
+    if kind is GGMLQuantizationType.MXFP4:  # four bits and a power of two: exact in bfloat16
+        return GGMLQuantizationType.BF16, dequantize_rows(matrix, 0, matrix.shape[0]).to(torch.bfloat16)
     if kind is None or not _cpu.packed_bytes(kind, 1, 256):
         return GGMLQuantizationType.F32, dequantize_rows(matrix, 0, matrix.shape[0])
     _check_row(matrix, kind)

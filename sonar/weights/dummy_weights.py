@@ -40,7 +40,7 @@ class DummyWeights:
         if kind != "bias" or config.architecture == "gpt2":
             return True
         layer = part.rpartition(".")[2]
-        if layer in ("q_proj", "k_proj", "v_proj"):
+        if layer in ("q_proj", "k_proj", "v_proj") or (config.architecture == "gpt_oss" and layer == "o_proj"):
             return config.qkv_bias
         return bool(config.extra.get("o_proj_bias" if layer == "o_proj" else "mlp_bias", 0.0))
 

@@ -27,6 +27,8 @@ _SCALE_OFFSETS = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
 }
+# MXFP4's scale is an exponent of eight bits, at the block's begin; all ones is NaN.
+_NO_EXPONENT = 0xFF
 # A float16 is infinite or NaN when all bits of its exponent are set; they lie in its second byte.
 _EXPONENT = 0x7C
 # Numbers looked at in one go: the scratch is small, and the search ends at the first find.
@@ -94,6 +96,10 @@ def _scales_finite(matrix: GGUFMatrix) -> bool:
     rows = max(1, _PIECE_NUMBERS // matrix.raw_NX.shape[1])
     for piece in torch.split(matrix.raw_NX, rows):
         blocks_NBX = piece.reshape(piece.shape[0], -1, size)
+        if matrix.type_name == "MXFP4":
+            if bool((blocks_NBX[:, :, 0] == _NO_EXPONENT).any()):
+                return False
+            continue
         for offset in _SCALE_OFFSETS[matrix.type_name]:  # a slice of both at once takes several times as long
             if bool(((blocks_NBX[:, :, offset + 1] & _EXPONENT) == _EXPONENT).any()):
                 return False

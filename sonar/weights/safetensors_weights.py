@@ -12,11 +12,23 @@ from torch import Tensor
 from sonar.config import ModelConfig
 from sonar.errors import ModelError
 from sonar.ops.table import Matrix, PlainMatrix
+from sonar.weights.fused_experts import FusedExperts
 from sonar.weights.safetensors_file import SafetensorsFile
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_PACKED_DTYPES = {**_DTYPES, "U8": torch.uint8}
 _CONV1D = re.compile(r"transformer\.h\.\d+\.(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight")
+MOE_NAMES: dict[str, tuple[tuple[str, str], ...]] = {
+    "mixtral": (
+        (".block_sparse_moe.", ".mlp."),
+        (".w1.weight", ".gate_proj.weight"),
+        (".w2.weight", ".down_proj.weight"),
+        (".w3.weight", ".up_proj.weight"),
+    ),
+    "gpt_oss": ((".mlp.router.", ".mlp.gate."),),
+}
+"""What stands for the names of `sonar.layers.moe` in an architecture's checkpoints."""
 _TEXT_PREFIXES = (("language_model.", ""), ("model.language_model.", "model."))
 """How multimodal checkpoints mark their text model -> what stands there otherwise."""
 
@@ -37,6 +49,7 @@ class SafetensorsWeights:
         self._dtype = dtype
         self._device = device
         self._is_gpt2 = config.architecture == "gpt2"
+        self._moe_names = MOE_NAMES.get(config.architecture, ())
         files = _open_files(folder)
         is_multimodal = any(name.startswith(_TEXT_PREFIXES[0][0]) or ".language_model." in name for name in files)
         self._stored: dict[str, tuple[SafetensorsFile, str]] = {}
@@ -44,6 +57,9 @@ class SafetensorsWeights:
             if (canonical := self._canonical_name(name, is_multimodal)) is not None:
                 self._stored[canonical] = (file, name)
         self._read: set[str] = set()
+        self._fused: FusedExperts | None = None
+        if config.architecture == "gpt_oss" and config.moe is not None:
+            self._fused = FusedExperts(self._load, self._stored.__contains__, config.moe.num_experts)
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has this tensor."""
@@ -51,12 +67,16 @@ class SafetensorsWeights:
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """See `WeightSource.tensor`."""
-        return self._load(name, shape).to(self._device, dtype or self._dtype, copy=True)
+        fused = self._fused
+        stored = fused.bias(name, shape) if fused is not None and fused.owns(name) else self._load(name, shape)
+        return stored.to(self._device, dtype or self._dtype, copy=True)
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         """See `WeightSource.matrix`."""
         if self._is_gpt2 and _CONV1D.fullmatch(name):
             return PlainMatrix(self._load(name, (shape[1], shape[0])).t().contiguous())
+        if self._fused is not None and self._fused.owns(name):
+            return self._fused.matrix(name, shape)
         return PlainMatrix(self._load(name, shape))
 
     def unread(self) -> list[str]:
@@ -77,6 +97,8 @@ class SafetensorsWeights:
             return name if name.startswith("lm_head.") else None
         if self._is_gpt2 and not name.startswith(("transformer.", "lm_head.")):
             return f"transformer.{name}"
+        for theirs, ours in self._moe_names:
+            name = name.replace(theirs, ours)
         return name
 
     def _load(self, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -89,12 +111,13 @@ class SafetensorsWeights:
         file, stored_name = self._stored[name]
         entry = file.tensors[stored_name]
         label = f"{file.path}: tensor {stored_name!r}"
-        if entry.dtype not in _DTYPES:
+        dtypes = _DTYPES if self._fused is None else _PACKED_DTYPES
+        if entry.dtype not in dtypes:
             known = ", ".join(_DTYPES)
             raise ModelError(f"{label} has type {entry.dtype}; supported are {known}, or a GGUF file", param="model")
         if entry.shape != shape:
             raise ModelError(f"{label} has shape {entry.shape}; config.json needs {shape}", param="model")
-        dtype = _DTYPES[entry.dtype]
+        dtype = dtypes[entry.dtype]
         data = file.data(stored_name)
         if entry.start % dtype.itemsize:  # allowed by the format, by few of its writers done; kernels want alignment
             data = data.copy()

@@ -19,7 +19,7 @@ from sonar.models.base import WeightSource
 from sonar.models.registry import load_model
 from sonar.ops.registry import select_ops
 from sonar.weights.open_weights import open_weights
-from tests.gguf_writing import write_gguf_model
+from tests.gguf_writing import GGUF_FAMILIES, write_gguf_model
 from tests.models.paged_runner import PagedRunner
 from tests.tiny import FAMILIES, make_tiny_model
 
@@ -37,10 +37,19 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request: pytest.FixtureRequest) -> Case:
+    return _make_case(request.param)
+
+
+@pytest.fixture(scope="module", params=GGUF_FAMILIES)
+def gguf_case(request: pytest.FixtureRequest) -> Case:
+    return _make_case(request.param)
+
+
+def _make_case(family: str) -> Case:
     torch.set_num_threads(1)
-    reference = make_tiny_model(request.param)
+    reference = make_tiny_model(family)
     with torch.inference_mode():
-        return Case(request.param, reference, reference(torch.tensor([PROMPT])).logits[0])
+        return Case(family, reference, reference(torch.tensor([PROMPT])).logits[0])
 
 
 def _logits(config: ModelConfig, weights: WeightSource) -> Tensor:
@@ -69,7 +78,8 @@ def test_sharded_folder(case: Case, tmp_path: Path) -> None:
     torch.testing.assert_close(_logits(config, _open(source, config)), case.expected_TV, atol=1e-4, rtol=0)
 
 
-def test_gguf_file(case: Case, tmp_path: Path) -> None:
+def test_gguf_file(gguf_case: Case, tmp_path: Path) -> None:
+    case = gguf_case
     source = resolve_model(str(write_gguf_model(case.family, case.reference, tmp_path / "model.gguf")))
     config = load_model_config(source)
     match case.family:  # what these files cannot state
@@ -83,7 +93,8 @@ def test_gguf_file(case: Case, tmp_path: Path) -> None:
     assert weights.unread() == []
 
 
-def test_gguf_and_folder_give_one_config(case: Case, tmp_path: Path) -> None:
+def test_gguf_and_folder_give_one_config(gguf_case: Case, tmp_path: Path) -> None:
+    case = gguf_case
     case.reference.save_pretrained(tmp_path)
     folder = load_model_config(resolve_model(str(tmp_path)))
     file = load_model_config(resolve_model(str(write_gguf_model(case.family, case.reference, tmp_path / "m.gguf"))))
