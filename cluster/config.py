@@ -41,7 +41,8 @@ class DeploymentConfig:
             waits for a replica to be re-formed.
         prefill_replicas: of the replicas, those with the lowest numbers compute prompts for the others, which decode;
             0: each does both. Needs `engine_config.kv_transfer`.
-        remote_prefill_tokens: a prompt of which fewer tokens than this are to be computed stays where it is decoded.
+        remote_prefill_tokens: a prompt of which fewer tokens than this could come from another replica is computed
+            where it is decoded.
     """
 
     name: str

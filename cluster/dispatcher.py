@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cluster.journal import Journal
 from cluster.open_request import OpenRequest, RequestCounters
@@ -30,6 +30,24 @@ class LeadLink(Protocol):
 
 
 _Queue = list[tuple[tuple[int, int], OpenRequest]]
+
+
+class _Source(NamedTuple):
+    """A replica that computes a prompt for another, or has so many tokens of it cached."""
+
+    route: Route[OpenRequest]
+    least_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def message(self) -> KVSource:
+        """As the other is told."""
+        return KVSource(
+            replica_id=self.route.replica_id,
+            incarnation=self.route.incarnation,
+            least_tokens=self.least_tokens,
+            cached_tokens=self.cached_tokens,
+        )
 
 
 class Dispatcher:
@@ -167,7 +185,7 @@ class Dispatcher:
         while chosen := self.routes.choose(request.deployment, tokens, asked.cache_salt, asked.session):
             route, decision = chosen
             uncached = decision.scores[0].uncached
-            helper = self._choose_helper(request, tokens, route, uncached)
+            source = self._choose_source(request, tokens, route, uncached)
             self._journal.assign(entry, route.replica_id, route.incarnation)
             submit = Submit(
                 incarnation=route.incarnation,
@@ -177,30 +195,35 @@ class Dispatcher:
                 emitted_token_ids=list(emitted),
                 priority=asked.priority,
                 cache_salt=asked.cache_salt,
-                kv_source=None if helper is None else self._source(request, helper),
+                kv_source=source and source.message,
             )
             if self._link.send_to_lead(route.replica_id, route.incarnation, submit):
-                route.add(entry.wire_id, request, uncached, helper)
+                if source is not None and source.cached_tokens:
+                    route.add(entry.wire_id, request, max(1, len(tokens) - source.cached_tokens))
+                else:
+                    route.add(entry.wire_id, request, uncached, source and source.route)
                 self._counters.tokens_replayed += len(emitted)
                 return True
             route.set_reachable(False)
         self._journal.assign(entry, "", 0)
         return False
 
-    def _choose_helper(
+    def _choose_source(
         self, request: OpenRequest, tokens: list[int], to: Route[OpenRequest], uncached: int
-    ) -> Route[OpenRequest] | None:
-        """Who is to compute the prompt, where that is not the replica that gets the request."""
+    ) -> _Source | None:
+        """Where the prompt's KV blocks are to come from, if not from the replica that gets the request: who computes
+        prompts for it, or who has most of this one cached."""
         asked = request.entry.request
         least = self._least_remote.get(request.deployment, 0)
         if not least or uncached < least or asked.sampling.prompt_logprobs is not None:
             return None
-        chosen = self.routes.choose_helper(request.deployment, tokens, asked.cache_salt, to)
-        return chosen and chosen[0]
-
-    def _source(self, request: OpenRequest, helper: Route[OpenRequest]) -> KVSource:
-        least = self._least_remote[request.deployment]
-        return KVSource(replica_id=helper.replica_id, incarnation=helper.incarnation, least_tokens=least)
+        helper = self.routes.choose_helper(request.deployment, tokens, asked.cache_salt, to)
+        if helper is not None:
+            return _Source(helper[0], least)
+        holder = self.routes.choose_holder(request.deployment, tokens, asked.cache_salt, to)
+        if holder is None or holder[1] - (len(tokens) - uncached) < least:
+            return None
+        return _Source(holder[0], least, holder[1])
 
     def _send_abort(self, route: Route[OpenRequest], wire_id: str) -> None:
         abort = Abort(incarnation=route.incarnation, request_id=wire_id)

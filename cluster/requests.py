@@ -71,7 +71,8 @@ class RequestTable:
     def set_deployments(self, deployments: Iterable[DeploymentConfig]) -> None:
         """What is served from now on. Requests for what is not finish where they are; those that wait end."""
         self._deployments = {config.model: config for config in deployments}
-        remote = {c.name: c.remote_prefill_tokens for c in self._deployments.values() if c.prefill_replicas}
+        moving = [c for c in self._deployments.values() if c.engine_config.kv_transfer != "none"]
+        remote = {config.name: config.remote_prefill_tokens for config in moving}
         self._dispatcher.set_least_remote(remote)
         for config in self._deployments.values():
             self._routes.set_roles(config.name, config.is_prefill)

@@ -106,6 +106,8 @@ class Engine:
         Raises:
             UserError, CapacityError, ProtocolError: see `Scheduler.add`.
         """
+        if self._exchange is None and submit.kv_source is not None:
+            submit = msgspec.structs.replace(submit, kv_source=None)  # there is nobody who could ask
         return self._scheduler.add(submit, self._clock())
 
     def abort(self, request_id: RequestId, finish: FinishReason = FinishReason.ABORT) -> TokenEvent | None:

@@ -42,11 +42,14 @@ class KVSource(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     Attributes:
         replica_id, incarnation: it.
         least_tokens: not asked when fewer prompt tokens than this are missing at the replica that gets the request.
+        cached_tokens: so many are thought to be cached there, and no more are asked for; 0: all of the prompt is, and
+            computed if need be.
     """
 
     replica_id: str
     incarnation: int
     least_tokens: int = 1
+    cached_tokens: int = 0
 
 
 class Submit(_Message, frozen=True, kw_only=True):

@@ -73,6 +73,7 @@ class AskBlocks(_Message, frozen=True, kw_only=True):
     Attributes:
         transfer: a number of the reader's incarnation, never used again.
         token_ids: of all blocks before `end`, and one more (which is not computed).
+        only_cached: they are refused if they are not all cached.
         wants_memory: the reader has not heard where the holder's blocks lie.
         wants_checksums: each block is to be verified after the read.
     """
@@ -84,6 +85,7 @@ class AskBlocks(_Message, frozen=True, kw_only=True):
     layout: KVLayout
     cache_salt: str = ""
     priority: int = 0
+    only_cached: bool = False
     wants_memory: bool = True
     wants_checksums: bool = False
 

@@ -263,6 +263,19 @@ class RouteTable(Generic[R]):
         decision = choose_replica(len(token_ids), [_candidate(group.routes[name], hashes, None) for name in names])
         return self._routes[decision.replica_id], decision
 
+    def choose_holder(
+        self, deployment: str, token_ids: list[int], cache_salt: str, to: Route[R]
+    ) -> tuple[Route[R], int] | None:
+        """The route of the replica that has most of a prompt cached, of those like `to`, and how many tokens of it."""
+        group = self._groups.get(deployment)
+        if group is None or len(group.routes) < 2:
+            return None
+        chain = hash_blocks(token_ids, to.ready.block_size, cache_salt)
+        names = group.candidates(to.order, {to.ready.block_size: chain}, None)
+        found = [(group.routes[name].index.count_prefix(chain), name) for name in names if name != to.replica_id]
+        count, name = max(found, default=(0, ""))
+        return (group.routes[name], count * to.ready.block_size) if count else None
+
     def set_roles(self, deployment: str, is_prefill: Callable[[str], bool]) -> None:
         """Which replicas compute prompts for the others, from now on; what is open goes on as it was sent."""
         group = self._groups.get(deployment)

@@ -120,6 +120,8 @@ class BlockHolder:
         size = self._memory.layout.block_size
         if not 0 <= ask.first < ask.end or len(ask.token_ids) != ask.end * size + 1:
             return f"blocks {ask.first} to {ask.end} of {len(ask.token_ids)} tokens"
+        if ask.only_cached and not self._scheduler.peers.is_cached(ask.token_ids, ask.cache_salt):
+            return "they are not cached any more"
         return ""
 
     def _tell(self, export: _Export) -> None:

@@ -192,6 +192,7 @@ class BlockReader:
             layout=self._memory.layout,
             cache_salt=request.peers.cache_salt,
             priority=request.spec.priority,
+            only_cached=source.cached_tokens > 0,
             wants_memory=peer not in self._peers,
             wants_checksums=self._wants_checksums,
         )

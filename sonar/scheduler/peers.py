@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from sonar.kvcache.fetches import BlockFetch, BlockFetches
 from sonar.kvcache.manager import KVCacheManager
+from sonar.messages import KVSource
 from sonar.request import Request, RequestStatus
 
 
@@ -38,16 +39,16 @@ class PeerWork:
         """Whether a waiting request's blocks are to be fetched rather than computed."""
         if request.peers.source is None:
             return False
-        size = self._cache.block_size
-        missing = (len(request.token_ids) - 1) // size - hit
-        if missing * size >= max(1, request.peers.source.least_tokens):
+        missing = self._wanted_end(request, request.peers.source) - hit
+        if missing * self._cache.block_size >= max(1, request.peers.source.least_tokens):
             return True
         request.peers.source = None  # it was cached meanwhile
         return False
 
     def begin(self, request: Request, hit: int, after_step: int, spare: float) -> bool:
         """Sets blocks aside for a waiting request; False when there are too few. It leaves the queue with that."""
-        end = (len(request.token_ids) - 1) // self._cache.block_size
+        assert request.peers.source is not None, f"{request.spec.request_id} has no source"
+        end = self._wanted_end(request, request.peers.source)
         fetch = self.fetches.begin(request.blocks, hit, end, after_step, spare)
         if fetch is None:
             return False
@@ -56,6 +57,17 @@ class PeerWork:
         self.fetching.add(request)
         self._begun.append(request)
         return True
+
+    def _wanted_end(self, request: Request, source: KVSource) -> int:
+        """How many of its blocks, from the first on, are to be there in the end; never that of the last token."""
+        size = self._cache.block_size
+        end = (len(request.token_ids) - 1) // size
+        return min(end, source.cached_tokens // size) if source.cached_tokens else end
+
+    def is_cached(self, token_ids: list[int], cache_salt: str) -> bool:
+        """Whether all blocks of a sequence but the one of its last token are in the prefix cache."""
+        blocks = self._cache.new_blocks(cache_salt)
+        return self._cache.find_prefix(blocks, token_ids) == (len(token_ids) - 1) // self._cache.block_size
 
     def take_begun(self) -> list[Request]:
         """Requests whose fetch began since the last call; their `source` says who is to be asked."""

@@ -37,7 +37,7 @@ from sonar.messages import (
     TokenEvent,
     ToPeer,
 )
-from sonar.peer_messages import PeerMessage
+from sonar.peer_messages import AskBlocks, BlocksRefused, PeerMessage
 from sonar.worker.outbox import MAX_IDLE_S, Link, Outbox
 from sonar.worker.step_forecast import StepForecast
 
@@ -248,6 +248,9 @@ class LeadLoop:
                 case FromPeer(replica_id=replica_id, peer_incarnation=number, message=said):
                     if self._peers is not None:
                         self._peers.receive(replica_id, number, said)
+                    elif isinstance(said, AskBlocks):
+                        refused = BlocksRefused(transfer=said.transfer, reason="kv_transfer is 'none' there")
+                        self._tell_peer(replica_id, number, refused)
                 case PeerGone(replica_id=replica_id, peer_incarnation=number, has_ended=has_ended):
                     if self._peers is not None:
                         self._peers.peer_gone(replica_id, number, has_ended)
@@ -263,14 +266,11 @@ class LeadLoop:
     def _talk_to_peers(self) -> None:
         if self._peers is not None:
             for (replica_id, number), message in self._peers.tick():
-                self._outbox.send(
-                    ToPeer(
-                        incarnation=self._incarnation,
-                        replica_id=replica_id,
-                        peer_incarnation=number,
-                        message=message,
-                    )
-                )
+                self._tell_peer(replica_id, number, message)
+
+    def _tell_peer(self, replica_id: str, number: int, message: PeerMessage) -> None:
+        said = ToPeer(incarnation=self._incarnation, replica_id=replica_id, peer_incarnation=number, message=message)
+        self._outbox.send(said)
 
     def _add(self, submit: Submit) -> TokenEvent | None:
         self._outbox.begin(submit)

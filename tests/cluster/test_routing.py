@@ -253,3 +253,16 @@ def test_roles_change_at_once_and_back():
         "m-0001",
         "m-0002",
     }
+
+
+def test_of_replicas_that_do_both_the_one_with_most_of_the_prompt_is_named_as_its_source():
+    table = table_of(3)
+    tokens = list(range(80))
+    to = table.get("m-0000", 1)
+    assert table.choose_holder("m", tokens, "", to) is None
+    cache(table, "m-0001", tokens[:32])
+    cache(table, "m-0002", tokens[:64])
+    cache(table, "m-0000", tokens)
+    holder, num_cached = table.choose_holder("m", tokens, "", to)
+    assert (holder.replica_id, num_cached) == ("m-0002", 64)
+    assert table.choose_holder("m", tokens, "other tenant", to) is None

@@ -146,3 +146,15 @@ def test_caches_of_different_shape_refuse_each_other_by_name(tmp_path: Path, cap
 def test_what_blocks_cannot_be_moved_for_is_refused(settings: dict, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         EngineConfig("m", kv_transfer="shm", **settings)
+
+
+def test_an_engine_without_an_exchange_computes_what_it_was_to_ask_for(tmp_path: Path) -> None:
+    built = build_engine(_config(str(write_tiny_folder("llama", tmp_path)), kv_transfer="none"), incarnation=1)
+    source = KVSource(replica_id="p", incarnation=1)
+    sampling = SamplingParams(seed=1, max_tokens=3, ignore_eos=True)
+    built.engine.add(
+        Submit(incarnation=1, request_id="r", prompt_token_ids=PROMPT, sampling=sampling, kv_source=source)
+    )
+    events = [event for _ in range(40) if built.engine.has_work for event in built.engine.step()]
+    assert sum(len(event.token_ids) for event in events) == 3 and built.engine.num_open == 0
+    built.engine.close()

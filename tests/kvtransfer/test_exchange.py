@@ -177,3 +177,26 @@ def test_short_prompts_and_prompt_logprobs_stay_here() -> None:
     d.world.request("scored", PROMPT, logprobs, source=source)
     cluster.settle()
     assert not d.exchange.stats()
+
+
+def test_a_prefix_that_another_has_is_read_and_the_rest_computed_here() -> None:
+    cluster = _pair()
+    p, d = cluster.replicas.values()
+    p.world.request("first", PROMPT[:22])
+    cluster.settle()
+    computed = p.world.executor.num_computed_tokens
+    source = KVSource(replica_id="p", incarnation=7, cached_tokens=20)
+    d.world.request("r", PROMPT, source=source)
+    cluster.settle()
+    assert p.world.executor.num_computed_tokens == computed, "what is not cached is not computed for others"
+    assert d.world.clients["r"].num_cached_tokens == 20
+    assert (d.exchange.stats()[0].fetches, d.exchange.stats()[0].failed) == (1, 0)
+
+
+def test_a_prefix_that_was_thrown_out_meanwhile_is_computed_here(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = _pair()
+    d = cluster.replicas["d"]
+    d.world.request("r", PROMPT, source=KVSource(replica_id="p", incarnation=7, cached_tokens=20))
+    cluster.settle()
+    assert "not cached any more" in caplog.text and d.exchange.stats()[0].failed == 1
+    assert cluster.replicas["p"].world.executor.num_computed_tokens == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from sonar.errors import CapacityError
@@ -37,6 +38,8 @@ class _History:
         rng, replicas = self.rng, self.cluster.replicas
         at = replicas[rng.choice(("d0", "d1", "d0", "d1", "p0"))]
         source = replicas[rng.choice([name for name in replicas if name != at.name])].source
+        if rng.random() < 0.2:
+            source = msgspec.structs.replace(source, cached_tokens=4 * rng.randrange(1, 12))
         text = rng.choice(self.texts)
         prompt = text[: rng.randrange(2, 44)] + [rng.randrange(1, 50) for _ in range(rng.choice((0, 1, 6)))]
         sampling = SamplingParams(seed=rng.randrange(3), max_tokens=rng.choice((1, 3, 12)), ignore_eos=True)

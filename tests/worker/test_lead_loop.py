@@ -14,9 +14,11 @@ from sonar.messages import (
     Drained,
     Draining,
     FinishReason,
+    FromPeer,
     KVEvents,
     LeadHello,
     LeadStats,
+    PeerGone,
     Ping,
     Pong,
     Resume,
@@ -25,7 +27,9 @@ from sonar.messages import (
     Submit,
     TakeRoll,
     Tokens,
+    ToPeer,
 )
+from sonar.peer_messages import AskBlocks, BlocksRefused, KVLayout
 from sonar.sampling_params import SamplingParams
 from sonar.worker.lead_loop import LeadLoop
 from tests.cluster.world import lead_ready
@@ -127,6 +131,28 @@ def test_messages_of_another_incarnation_are_dropped() -> None:
 def test_ping_is_answered_from_the_loop() -> None:
     link, _ = run([[Ping(incarnation=INCARNATION, number=9)]])
     assert link.of(Pong) == [Pong(incarnation=INCARNATION, number=9)]
+
+
+def test_an_ask_for_blocks_is_refused_where_none_can_be_had() -> None:
+    layout = KVLayout(
+        model="m",
+        dtype="float32",
+        activations="float32",
+        block_size=16,
+        num_kv_heads=1,
+        head_dim=1,
+        groups=("full",),
+        block_bytes=(64,),
+        ranks="1x1",
+        transport="shm",
+    )
+    ask = AskBlocks(transfer=4, token_ids=[1] * 17, first=0, end=1, layout=layout)
+    asked = FromPeer(incarnation=INCARNATION, replica_id="m-1", peer_incarnation=3, message=ask)
+    gone = PeerGone(incarnation=INCARNATION, replica_id="m-1", peer_incarnation=3, has_ended=True)
+    link, _ = run([[asked, gone]])
+    (said,) = link.of(ToPeer)
+    assert (said.replica_id, said.peer_incarnation) == ("m-1", 3)
+    assert isinstance(said.message, BlocksRefused) and said.message.transfer == 4
 
 
 def test_an_idle_lead_waits_and_reports_each_second() -> None:
