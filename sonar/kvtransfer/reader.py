@@ -30,6 +30,8 @@ SILENCE_S = 5.0
 # How long a whole transfer may take: what a slow holder needs for its own queue, and for each token.
 LEAST_S = 20.0
 TOKEN_S = 0.05
+# How often the head is asked, in effect, whether a peer has ended that a lost read may still copy from.
+LOST_LOOK_S = 5.0
 # What a read may take beside the transport's own deadline.
 READ_LEAST_S = 5.0
 READ_FLOOR_BYTES_PER_S = 5e6
@@ -91,6 +93,7 @@ class BlockReader:
         self._next_number = 0
         self._peers: dict[PeerKey, KVMemory] = {}
         self._lost: dict[PeerKey, list[tuple[BlockFetch, _Read]]] = {}
+        self._next_look_s = 0.0
         self._stats: dict[str, PairStats] = {}
 
     # --- what others say ---
@@ -166,6 +169,11 @@ class BlockReader:
         """Asks for what the scheduler has begun, takes in what was read, reads what is ready."""
         for request in self._scheduler.peers.take_begun():
             self._ask(request, now)
+        if self._lost and now >= self._next_look_s:
+            self._next_look_s = now + LOST_LOOK_S
+            for peer in self._lost:
+                # Means nothing to it (numbers begin at 1); if it is gone, the head says so, however often it has.
+                self._send(Outgoing(peer, ReleaseBlocks(transfer=0)))
         for transfer in list(self._transfers.values()):
             self._take_in(transfer, now)
             if transfer.fetch.is_over:

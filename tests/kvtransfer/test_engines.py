@@ -75,7 +75,7 @@ class _Pair:
         return stats
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", "gemma3", "deepseek_v3"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Pair]:
     folder = write_tiny_folder(request.param, tmp_path_factory.mktemp(request.param))
     engines = {name: build_engine(_config(str(folder)), incarnation=1) for name in ("p", "d")}

@@ -200,3 +200,18 @@ def test_a_prefix_that_was_thrown_out_meanwhile_is_computed_here(caplog: pytest.
     cluster.settle()
     assert "not cached any more" in caplog.text and d.exchange.stats()[0].failed == 1
     assert cluster.replicas["p"].world.executor.num_computed_tokens == 0
+
+
+def test_what_a_lost_read_may_write_is_free_once_its_peer_has_ended_whoever_missed_the_news() -> None:
+    cluster = _pair(FaultKind.LOST)
+    d = cluster.replicas["d"]
+    _ask(cluster)
+    while not cluster.network.under_way:
+        cluster.turn()
+    cluster.network.release_late()
+    cluster.settle()
+    assert d.world.cache.counts().quarantined > 0
+    cluster.replicas["p"].is_alive = False  # and nobody tells
+    for _ in range(60):
+        cluster.turn(0.1)
+    assert d.world.cache.counts().quarantined == 0
