@@ -49,6 +49,7 @@ class KVExchange:
         wants_checksums: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._scheduler = scheduler
         self._transport = transport
         self._clock = clock
         self._outbox: list[Outgoing] = []
@@ -58,8 +59,8 @@ class KVExchange:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a transfer is open on either side."""
-        return self._reader.is_busy or self._holder.is_busy
+        """Whether a transfer is open on either side, or a request, which may wait for blocks of one that is over."""
+        return self._reader.is_busy or self._holder.is_busy or self._scheduler.num_open > 0
 
     @property
     def wait_s(self) -> float:

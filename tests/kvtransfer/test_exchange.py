@@ -215,3 +215,19 @@ def test_what_a_lost_read_may_write_is_free_once_its_peer_has_ended_whoever_miss
     for _ in range(60):
         cluster.turn(0.1)
     assert d.world.cache.counts().quarantined == 0
+
+
+def test_a_request_that_waits_for_quarantined_blocks_keeps_its_replica_from_ending() -> None:
+    cluster = _pair(FaultKind.LOST, num_blocks=9)
+    d = cluster.replicas["d"]
+    _ask(cluster)
+    while not cluster.network.under_way:
+        cluster.turn()
+    for _ in range(5):
+        cluster.network.release_late()
+        cluster.turn()
+    assert d.world.open and not d.world.scheduler.can_step and d.world.cache.counts().quarantined > 0
+    assert d.exchange.is_busy
+    cluster.kill("p")
+    cluster.settle()
+    assert d.world.clients["r"].finish is FinishReason.LENGTH
