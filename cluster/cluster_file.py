@@ -42,11 +42,19 @@ _HTTP_API = (
     "resume_window_s",
 )
 _HTTP_OWN = ("host", "port", "certificate", "private_key", "trust_request_chat_template")
-_PARALLEL = {"tp": "tp_size", "pp": "pp_size"}
+_PARALLEL = {
+    "tp": "tp_size",
+    "pp": "pp_size",
+    "dp": "dp_size",
+    "ep": "ep_size",
+    "redundant_experts": "redundant_experts",
+    "rebalance_steps": "rebalance_steps",
+}
 _DEPLOYMENT = (
     "name",
     "model",
     "replicas",
+    "ranks_per_host",
     "served_name",
     "max_queued",
     "queue_timeout_s",

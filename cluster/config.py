@@ -33,7 +33,9 @@ class DeploymentConfig:
 
     Attributes:
         name: its id, and the name of its replicas, "<name>-<index>".
-        engine_config: of each replica; `parallel` gives its ranks.
+        engine_config: of each replica; `parallel` gives its ranks, and how many replicas its data-parallel groups are.
+        ranks_per_host: at most so many ranks of a replica on one host; 0 = as many as fit, which on hosts without
+            accelerators is all.
         served_name: what clients call the model; empty = name. May hold slashes.
         engine: which engine an agent starts, a key of its table of engines.
         max_queued: requests the head holds while no replica has room; one more is refused with `CapacityError`.
@@ -48,6 +50,7 @@ class DeploymentConfig:
     name: str
     engine_config: EngineConfig
     replicas: int = 1
+    ranks_per_host: int = 0
     served_name: str = ""
     engine: str = "sonar"
     max_queued: int = 1024
@@ -58,7 +61,7 @@ class DeploymentConfig:
     def __post_init__(self) -> None:
         check_name("deployment", self.name)
         check_name("engine", self.engine)
-        for name, low in (("replicas", 0), ("max_queued", 1), ("prefill_replicas", 0)):
+        for name, low in (("replicas", 0), ("ranks_per_host", 0), ("max_queued", 1), ("prefill_replicas", 0)):
             if not low <= getattr(self, name) <= 10_000:
                 raise ConfigError(f"{name}={getattr(self, name)}; choose {low} to 10000", param=name)
         if not self.queue_timeout_s > 0:
@@ -86,6 +89,11 @@ class DeploymentConfig:
     def is_prefill(self, replica_id: str) -> bool:
         """Whether a replica of this deployment computes prompts for the others. Its number may be beyond `replicas`."""
         return self.prefill_replicas > 0 and int(replica_id.rpartition("-")[2]) < self.prefill_replicas
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas to run: as many as asked for, each as often as it has data-parallel groups of its own."""
+        return self.replicas * self.engine_config.parallel.num_replicas
 
     @property
     def model(self) -> str:

@@ -29,6 +29,7 @@ _GAUGES = {
     "blocks_in_transit": "KV blocks that a transfer is to write",
     "blocks_quarantined": "KV blocks that a transfer which was given up may still write",
     "blocks_total": "KV blocks",
+    "expert_imbalance": "Rows of the busiest expert-parallel rank by their mean, in the least even layer; 0: unknown",
 }
 _COUNTERS = {
     "steps": "Engine steps",
@@ -36,6 +37,7 @@ _COUNTERS = {
     "cached_tokens": "Prompt tokens found in the prefix cache",
     "generated_tokens": "Tokens generated",
     "preemptions": "Requests put back to make room",
+    "experts_moved": "Experts moved to even out their load",
     "step_seconds": "Seconds spent in engine steps",
 }
 # The same of `PairStats`: what a replica got from a peer.

@@ -2,12 +2,14 @@
 
 A tensor-parallel group stays inside one host when one has room for it (its all-reduces are the traffic that cannot
 wait); the groups of a replica prefer a host that it is on already; replicas spread out. Accelerators are exclusive; a
-CPU host takes any number of ranks, the least loaded host first. Does not know memory needs: the worker's start says so.
+CPU host takes any number of ranks, the least loaded host first, unless the deployment limits a replica's ranks on a
+host: that is how one is spread over CPU hosts. Does not know memory needs: the worker's start says so.
 Called by `cluster.state` only.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -50,24 +52,33 @@ class Unplaceable(NamedTuple):
 class _Room:
     """What is left while a replica's groups are placed one after the other."""
 
-    def __init__(self, nodes: Sequence[NodeView], use_devices: bool, failures: Mapping[str, int]) -> None:
+    def __init__(
+        self, nodes: Sequence[NodeView], use_devices: bool, failures: Mapping[str, int], ranks_per_host: int
+    ) -> None:
         self.use_devices = use_devices
         if use_devices:
             nodes = [node for node in nodes if node.free_devices]
         self.workers = {node.node_id: node.num_workers for node in nodes}
         self.free = {node.node_id: list(node.free_devices) for node in nodes}
         self.failures = failures
-        self.taken: set[str] = set()
+        self.taken: dict[str, int] = {}
+        self._limit = ranks_per_host or math.inf
+
+    def _num_open(self, node_id: str) -> float:
+        """Ranks that still fit on that host."""
+        left = self._limit - self.taken.get(node_id, 0)
+        return min(left, len(self.free[node_id])) if self.use_devices else left
 
     def best(self, num_ranks: int) -> str | None:
         """The host to give so many ranks to; None when none has room for them."""
-        fitting = [n for n in self.free if not self.use_devices or len(self.free[n]) >= num_ranks]
+        fitting = [n for n in self.free if self._num_open(n) >= num_ranks]
         return min(fitting, key=self._order, default=None)
 
     def roomiest(self) -> str | None:
-        """The host with most free devices, for a group that fits in none; None when all are full."""
-        node_id = max(self.free, key=lambda n: (len(self.free[n]), n in self.taken), default=None)
-        return node_id if node_id is not None and self.free[node_id] else None
+        """The host with most room, for a group that fits in none; None when all are full."""
+        order = sorted(self.free, key=self._order)  # of equals the one that any rank would be given to
+        node_id = max(order, key=lambda n: (self._num_open(n), n in self.taken), default=None)
+        return node_id if node_id is not None and self._num_open(node_id) >= 1 else None
 
     def _order(self, node_id: str) -> tuple[int, bool, int, int, str]:
         spare = len(self.free[node_id]) if self.use_devices else 0
@@ -75,13 +86,18 @@ class _Room:
 
     def take(self, node_id: str) -> tuple[int, ...]:
         """Devices of one more rank on that host."""
-        self.taken.add(node_id)
+        self.taken[node_id] = self.taken.get(node_id, 0) + 1
         self.workers[node_id] += 1
         return (self.free[node_id].pop(0),) if self.use_devices else ()
 
 
 def place_replica(
-    world_size: int, tp_size: int, device: Device, nodes: Sequence[NodeView], failures: Mapping[str, int]
+    world_size: int,
+    tp_size: int,
+    device: Device,
+    nodes: Sequence[NodeView],
+    failures: Mapping[str, int],
+    ranks_per_host: int = 0,
 ) -> list[RankPlacement] | Unplaceable:
     """Places all ranks or none.
 
@@ -90,17 +106,21 @@ def place_replica(
         device: auto means accelerators if any node has one.
         nodes: those that take work now.
         failures: node id -> how often this replica failed there lately; such hosts come last.
+        ranks_per_host: of this replica, at most; 0 = no limit.
     """
     if not nodes:
         return Unplaceable("no node is up; start an agent on a host and join it")
     use_devices = device == "cuda" or (device == "auto" and any(node.num_devices for node in nodes))
-    room = _Room(nodes, use_devices, failures)
+    room = _Room(nodes, use_devices, failures, ranks_per_host)
     placed: list[RankPlacement] = []
     for first in range(0, world_size, tp_size):
         whole = room.best(tp_size)
         for rank in range(first, first + tp_size):
             node_id = whole or room.roomiest()
             if node_id is None:
+                if ranks_per_host and ranks_per_host * len(nodes) < world_size:
+                    limit = f"ranks_per_host = {ranks_per_host} and {len(nodes)} hosts up"
+                    return Unplaceable(f"{world_size} ranks need more hosts, with {limit}; join more or raise it")
                 reason = shortfall(world_size, device, nodes)
                 return Unplaceable(reason or f"needs {world_size} CUDA devices, more than are free", _free_text(nodes))
             placed.append(RankPlacement(rank, node_id, room.take(node_id)))

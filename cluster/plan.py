@@ -65,9 +65,10 @@ def plan_cluster(
     ranks: list[PlannedRank] = []
     for config in deployments:
         parallel, device = config.engine_config.parallel, config.engine_config.device
-        for index in range(config.replicas):
+        for index in range(config.num_replicas):
             replica_id = f"{config.name}-{index}"
-            placed = place_replica(parallel.world_size, parallel.tp_size, device, list(views.values()), {})
+            need = (parallel.world_size, parallel.tp_size, device)
+            placed = place_replica(*need, list(views.values()), {}, config.ranks_per_host)
             if isinstance(placed, Unplaceable):
                 problems.append(f"{replica_id} has no place: {placed.text}")
                 break

@@ -143,7 +143,7 @@ class ClusterState:
                     self._lose_node(node, event.reason, out, now)
             case DeploymentApplied():
                 self.deployments[event.config.name] = event.config
-                self._set_wanted(event.config.name, event.config.replicas, out, now)
+                self._set_wanted(event.config.name, event.config.num_replicas, out, now)
             case DeploymentRemoved():
                 self.deployments.pop(event.name, None)
                 self._set_wanted(event.name, 0, out, now)
@@ -375,14 +375,15 @@ class ClusterState:
                 replica.step_expected_s = 0.0
             case StepAhead(expected_s=expected_s):
                 replica.step_expected_s = expected_s
-            case Fault(rank=rank, step=step, error=error):
-                reason = f"rank {rank} faulted after step {step}: {error}"
-                if step < 0 and len(replica.ranks) == 1:
-                    reason = error  # it is the start that failed, and the text alone says why
+            case Fault(rank=rank) as fault:
                 faulty = replica.ranks.get(rank, replica.ranks[0]).node_id
+                reason = fault_reason(fault, len(replica.ranks), faulty)
                 # The other ranks wait for this one in a collective that nothing but a kill ends.
                 grace_s = FAULT_GRACE_S if len(replica.ranks) == 1 else None
-                end = End(reason, blames_requests=True, grace_s=grace_s, node_id=faulty)
+                is_mistake = fault.is_user_error
+                end = End(
+                    reason, blames_requests=not is_mistake, is_permanent=is_mistake, grace_s=grace_s, node_id=faulty
+                )
                 self._life.end(replica, end, out, now)
             case Draining():
                 if replica.state is ReplicaState.READY:
@@ -488,7 +489,8 @@ class ClusterState:
             config = self.deployments[replica.deployment]
             parallel, device = config.engine_config.parallel, config.engine_config.device
             need = (parallel.world_size, parallel.tp_size, device)
-            placed = place_replica(*need, list(views.values()), replica.failure.by_node)
+            limit = config.ranks_per_host
+            placed = place_replica(*need, list(views.values()), replica.failure.by_node, limit)
             if isinstance(placed, Unplaceable):
                 if views and not replica.note.startswith(placed.reason):
                     out.append(Announce(f"{replica.replica_id} has no place: {placed.reason}", is_failure=True))
@@ -497,6 +499,15 @@ class ClusterState:
             replica.incarnation = self.incarnations.given[replica.replica_id] = incarnation
             self._life.start(replica, placed, config, out, now)
             views |= {place.node_id: self.nodes[place.node_id].view for place in placed}
+
+
+def fault_reason(fault: Fault, num_ranks: int, node_id: str) -> str:
+    """A rank's fault in one line: where and when, except where the text alone says why a start failed."""
+    if fault.is_user_error or (fault.step < 0 and num_ranks == 1):
+        return fault.error
+    if fault.step < 0:
+        return f"rank {fault.rank} on {node_id} faulted before its first step: {fault.error}"
+    return f"rank {fault.rank} faulted after step {fault.step}: {fault.error}"
 
 
 def is_new_settings(old: DeploymentConfig | None, new: DeploymentConfig) -> bool:

@@ -236,23 +236,35 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """This rank's place in its replica: rank = pipeline stage x tp_size + rank within the stage.
+    """This rank's place in its replica: rank = (stage x num_groups + data-parallel group) x tp_size + rank within the
+    group's stage.
 
     Attributes:
         tp_size: ranks that share every layer. pp_size: stages that share out the layers.
         pp_layers: layers of each stage; empty = balanced by the bytes of their weights.
+        dp_size: groups that each compute requests of their own. With ep_size 1 they are as many replicas, which know
+            nothing of each other; else the groups of one replica, which take their steps together.
+        ep_size: ranks that share out each layer's experts: all dp_size x tp_size of a stage, or 1: each holds a part of
+            every expert, or all.
+        redundant_experts: places beside one for each expert, for second copies of those most in use.
+        rebalance_steps: steps after which experts move to where their load is even; 0 = never.
         rank: in [0, world_size); set by whoever starts the worker.
     """
 
     tp_size: int = 1
     pp_size: int = 1
     pp_layers: tuple[int, ...] = ()
+    dp_size: int = 1
+    ep_size: int = 1
+    redundant_experts: int = 0
+    rebalance_steps: int = 0
     rank: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tp_size", "pp_size"):
+        for name in ("tp_size", "pp_size", "dp_size", "ep_size"):
             if not 1 <= getattr(self, name) <= 1024:
                 raise ConfigError(f"{name}={getattr(self, name)}; choose 1 to 1024", param=name)
+        self._check_experts()
         if self.pp_layers and (len(self.pp_layers) != self.pp_size or min(self.pp_layers) < 1):
             raise ConfigError(
                 f"pp_layers={list(self.pp_layers)} for pp_size={self.pp_size}; give each stage its number of layers",
@@ -261,10 +273,46 @@ class ParallelConfig:
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"rank={self.rank} of {self.world_size} ranks; count from 0", param="rank")
 
+    def _check_experts(self) -> None:
+        if self.ep_size not in (1, self.dp_size * self.tp_size):
+            raise ConfigError(
+                f"ep_size={self.ep_size} with dp_size={self.dp_size} and tp_size={self.tp_size}; all of these ranks "
+                f"share out the experts, or none: choose {self.dp_size * self.tp_size} or 1",
+                param="ep_size",
+            )
+        for name in ("redundant_experts", "rebalance_steps"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} is negative; 0 means none", param=name)
+            if getattr(self, name) and self.ep_size == 1:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} without expert parallelism; give ep_size, or leave it at 0",
+                    param=name,
+                )
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that the data-parallel groups make."""
+        return self.dp_size if self.ep_size == 1 else 1
+
+    @property
+    def num_groups(self) -> int:
+        """Data-parallel groups of one replica, which take their steps together."""
+        return self.dp_size // self.num_replicas
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a stage, over all groups."""
+        return self.num_groups * self.tp_size
+
     @property
     def world_size(self) -> int:
         """Ranks of the replica."""
-        return self.tp_size * self.pp_size
+        return self.stage_size * self.pp_size
+
+    @property
+    def group(self) -> int:
+        """Data-parallel group."""
+        return self.rank // self.tp_size % self.num_groups
 
     @property
     def tp_rank(self) -> int:
@@ -274,7 +322,7 @@ class ParallelConfig:
     @property
     def pp_rank(self) -> int:
         """Stage."""
-        return self.rank // self.tp_size
+        return self.rank // self.stage_size
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from sonar.messages import FinishReason, KVEvent, LeadStats, RequestId, Submit, 
 from sonar.model_source import ModelSource
 from sonar.packaged_model import Progress, no_progress
 from sonar.scheduler.admission import RequestLimits
+from sonar.scheduler.lockstep import LockstepScheduler
 from sonar.scheduler.scheduler import Scheduler
 from sonar.worker.executor import Executor, StepHandle
 from sonar.worker.lead_loop import StepObserver
@@ -32,6 +33,7 @@ from sonar.worker.loading import LoadedRunner, load_runner
 from sonar.worker.resolve import SettingRow
 
 if TYPE_CHECKING:
+    from sonar.distributed.expert_balance import ExpertBalance
     from sonar.worker.follower_loop import FollowerLoop
 
 Clock = Callable[[], float]
@@ -63,6 +65,7 @@ class Engine:
     Args:
         depth: steps under way at once, as the scheduler allows them.
         clock: monotonic seconds.
+        experts: whose load is measured, where they are spread over ranks.
         exchange: of KV blocks with other replicas; None when there is none. Whoever runs the loop calls it.
 
     Attributes:
@@ -71,11 +74,12 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduler | LockstepScheduler,
         executor: Executor,
         *,
         depth: int,
         clock: Clock = time.monotonic,
+        experts: ExpertBalance | None = None,
         exchange: KVExchange | None = None,
     ) -> None:
         self.times = EngineTimes()
@@ -83,6 +87,7 @@ class Engine:
         self._executor = executor
         self._depth = depth
         self._clock = clock
+        self._experts = experts
         self._exchange = exchange
         self._under_way: deque[tuple[StepHandle, int]] = deque()
         self._observer: StepObserver | None = None
@@ -127,7 +132,8 @@ class Engine:
         began = self._clock()
         batch = self._scheduler.schedule(began)
         if batch is not None:
-            self._under_way.append((self._executor.submit(batch), sum(batch.lengths)))
+            num_tokens = sum(batch.lengths) + sum(sum(other.lengths) for other in batch.others)
+            self._under_way.append((self._executor.submit(batch), num_tokens))
         scheduled = self._clock()
         self.times.schedule_s += scheduled - began
         is_filling = batch is not None and len(self._under_way) < self._depth
@@ -148,6 +154,10 @@ class Engine:
     def stats(self) -> LeadStats:
         """Figures for the head; `step_seconds` is the time spent in `step`."""
         stats = self._scheduler.stats(self.times.busy_s)
+        if self._experts is not None:
+            stats = msgspec.structs.replace(
+                stats, expert_imbalance=self._experts.worst_imbalance, experts_moved=self._experts.num_moved
+            )
         return stats if self._exchange is None else msgspec.structs.replace(stats, pairs=self._exchange.stats())
 
     def take_kv_events(self) -> list[KVEvent]:
@@ -230,15 +240,24 @@ def build_engine(
         from sonar.worker.group_executor import GroupExecutor  # with it come torch's process groups
 
         executor = GroupExecutor(loaded.runner, loaded.ranks)
-    exchange = build_exchange(loaded, scheduler) if loaded.config.kv_transfer != "none" else None
+    exchange = None
+    if loaded.config.kv_transfer != "none":
+        assert isinstance(scheduler, Scheduler), "KV transfer between replicas of one rank alone"
+        exchange = build_exchange(loaded, scheduler)
     return BuiltEngine(
-        engine=Engine(scheduler, executor, depth=scheduler.max_under_way, exchange=exchange),
+        engine=Engine(
+            scheduler,
+            executor,
+            depth=scheduler.max_under_way,
+            exchange=exchange,
+            experts=loaded.runner.experts,
+        ),
         config=loaded.config,
         model_config=loaded.model_config,
         source=loaded.source,
         settings=loaded.settings,
         limits=limits,
-        num_blocks=sum(loaded.num_blocks),
+        num_blocks=sum(loaded.num_blocks) * loaded.config.parallel.num_groups,
         weights_bytes=loaded.weights_bytes,
         ops_backend=loaded.ops_backend,
         exchange=exchange,
@@ -258,12 +277,19 @@ def build_follower(config: EngineConfig, *, link: RankLink) -> FollowerLoop:
     return FollowerLoop(loaded.runner, loaded.ranks)
 
 
-def _make_scheduler(loaded: LoadedRunner, limits: RequestLimits, incarnation: int) -> Scheduler:
+def _make_scheduler(loaded: LoadedRunner, limits: RequestLimits, incarnation: int) -> Scheduler | LockstepScheduler:
     config = loaded.config
-    cache = KVCacheManager(
-        loaded.groups,
-        loaded.num_blocks,
-        config.cache.block_size,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
-    )
-    return Scheduler(config.scheduler, limits, cache, incarnation, num_stages=config.parallel.pp_size)
+
+    caches = [
+        KVCacheManager(
+            loaded.groups,
+            loaded.num_blocks,
+            config.cache.block_size,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+        )
+        for _ in range(config.parallel.num_groups)
+    ]
+    groups = [
+        Scheduler(config.scheduler, limits, cache, incarnation, num_stages=config.parallel.pp_size) for cache in caches
+    ]
+    return groups[0] if len(groups) == 1 else LockstepScheduler(groups, caches)

@@ -310,7 +310,8 @@ class PairStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class LeadStats(_Message, frozen=True, kw_only=True):
     """Lead -> head: once a second and after each change from idle; absolute values since the incarnation began.
 
-    `steps` is the progress by which a hung engine is told from an idle one."""
+    `steps` is the progress by which a hung engine is told from an idle one. `expert_imbalance`: rows of the busiest
+    rank by the ranks' mean, in the layer where that is largest; 0 when experts are not shared out or not measured."""
 
     incarnation: int
     steps: int
@@ -326,6 +327,8 @@ class LeadStats(_Message, frozen=True, kw_only=True):
     generated_tokens: int
     preemptions: int
     step_seconds: float
+    expert_imbalance: float = 0.0
+    experts_moved: int = 0
     blocks_quarantined: int = 0
     pairs: tuple[PairStats, ...] = ()
 
@@ -347,13 +350,15 @@ class StepAhead(_Message, frozen=True, kw_only=True):
 class Fault(_Message, frozen=True, kw_only=True):
     """Lead or other rank -> head: this incarnation is over; the process exits after sending.
 
-    `traceback` is for the log, never for a client."""
+    `traceback` is for the log, never for a client. is_user_error: the same start would meet it again, and `error` is a
+    sentence for whoever asked for it."""
 
     incarnation: int
     rank: int
     step: int
     error: str
     traceback: str
+    is_user_error: bool = False
 
 
 class Draining(_Message, frozen=True, kw_only=True):
@@ -505,6 +510,7 @@ class StepBatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     `new_blocks`, then the computation. No other message changes a slot.
 
     `copies`: (group, source block, destination block), done before the computation.
+    `others`: this step of the further data-parallel groups, in order; within the lead alone (`GroupBatches` travels).
     """
 
     incarnation: int
@@ -517,18 +523,30 @@ class StepBatch(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     new_blocks: list[NewBlocks] = []
     released: list[int] = []
     copies: list[tuple[int, int, int]] = []
+    others: list[StepBatch] = []
+
+
+class GroupBatches(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Lead -> every other rank, of a replica with data-parallel groups: one step's batches, an encoded `StepBatch` a
+    group, of which each rank decodes its own."""
+
+    incarnation: int
+    step: int
+    batches: list[msgspec.Raw]
 
 
 class StepResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Rank -> lead loop: what a step drew, parallel to the requests of `StepBatch` whose `samples` is true.
 
     `logprobs[i]` is empty for requests that did not ask. `prompt_logprobs` maps a slot to the rows of this chunk's
-    positions (the entry for position p describes the token at p+1)."""
+    positions (the entry for position p describes the token at p+1).
+    `others`: results of the further data-parallel groups, in order; within the lead alone."""
 
     step: int
     token_ids: list[int]
     logprobs: list[list[Logprob]] = []
     prompt_logprobs: dict[int, list[list[Logprob]]] = {}
+    others: list[StepResult] = []
 
 
 class EndOfSteps(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -537,4 +555,4 @@ class EndOfSteps(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     incarnation: int
 
 
-LeadToRank = StepBatch | EndOfSteps
+LeadToRank = StepBatch | GroupBatches | EndOfSteps

@@ -84,6 +84,16 @@ FLAGS = (
     EngineFlag(
         "--pp-layers", "parallel", "pp_layers", parse_layers, "layers of each stage, e.g. 14,16; empty: balanced"
     ),
+    EngineFlag("--dp", "parallel", "dp_size", int, "groups with requests of their own; without --ep: as many replicas"),
+    EngineFlag("--ep", "parallel", "ep_size", int, "ranks that share out the experts: --dp times --tp, or 1"),
+    EngineFlag("--redundant-experts", "parallel", "redundant_experts", int, "places for second copies of busy experts"),
+    EngineFlag(
+        "--rebalance-steps",
+        "parallel",
+        "rebalance_steps",
+        int,
+        "steps after which experts move to even out their load; 0: never",
+    ),
     EngineFlag("--block-size", "cache", "block_size", int, "tokens a KV block"),
     EngineFlag(
         "--kv-cache-memory", "cache", "memory_bytes", parse_size, "bytes, or e.g. 4GiB; 0: a share of what is free"

@@ -1,6 +1,6 @@
 """The process groups of one rank: made for an incarnation, torn down with it.
 
-A DeviceMesh of axes pp, tp over gloo (CPU) or NCCL and RCCL (GPU; gloo beside it for what is on the host). Which
+A DeviceMesh of axes pp, dp, tp over gloo (CPU) or NCCL and RCCL (GPU; gloo beside it for what is on the host). Which
 interface they use is computed from the hosts involved. Knows nothing of models. Called by the worker's loader.
 """
 
@@ -59,7 +59,8 @@ class RankGroups:
 
     Attributes:
         own_host: address at which other ranks reach this host.
-        tensor: None when tp_size is 1. pipeline: None when pp_size is 1.
+        tensor: None when tp_size is 1. pipeline: None when pp_size is 1. experts: the ranks of this stage, over all
+            data-parallel groups; None when ep_size is 1.
 
     Raises:
         RemoteError: a rank did not come.
@@ -83,9 +84,11 @@ class RankGroups:
             )
         except RuntimeError as error:
             raise RemoteError(f"the ranks did not meet over {interface}: {error}", rank=parallel.rank) from error
-        mesh = init_device_mesh(device.type, (parallel.pp_size, parallel.tp_size), mesh_dim_names=("pp", "tp"))
+        shape = (parallel.pp_size, parallel.num_groups, parallel.tp_size)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
         self.tensor = self._make_tensor(mesh, is_gpu) if parallel.tp_size > 1 else None
         self.pipeline = PipelineLinks(mesh.get_group("pp"), parallel) if parallel.pp_size > 1 else None
+        self.experts = _make_stage_group(parallel) if parallel.ep_size > 1 else None
 
     @staticmethod
     def _make_tensor(mesh: DeviceMesh, is_gpu: bool) -> TensorParallelGroup:
@@ -105,6 +108,15 @@ class RankGroups:
     def close(self) -> None:
         """Ends the groups; nothing of theirs may be under way."""
         dist.destroy_process_group()
+
+
+def _make_stage_group(parallel: ParallelConfig) -> dist.ProcessGroup:
+    """The ranks of this one's stage, in order. Every rank takes part in making every group; it keeps its own."""
+    size = parallel.stage_size
+    made = [dist.new_group(list(range(first, first + size))) for first in range(0, parallel.world_size, size)]
+    own = made[parallel.pp_rank]
+    assert isinstance(own, dist.ProcessGroup)
+    return own
 
 
 def _exchange_placement(store: Store, parallel: ParallelConfig) -> Placement:

@@ -29,7 +29,7 @@ class PipelineLinks:
     """One rank's links along the pipeline.
 
     Args:
-        hidden: the group of the ranks of this tensor-parallel place in all stages, for activations.
+        hidden: the group of the ranks of this place in all stages, for activations.
     """
 
     def __init__(self, hidden: dist.ProcessGroup, parallel: ParallelConfig) -> None:
@@ -40,17 +40,17 @@ class PipelineLinks:
         self._hidden = hidden
         self._tokens = self._make_token_group(parallel)
         self._rank = parallel.rank
-        self._stride = parallel.tp_size
-        self._last = parallel.tp_rank + parallel.tp_size * (parallel.pp_size - 1)
+        self._stride = parallel.stage_size
+        self._last = parallel.rank % self._stride + self._stride * (parallel.pp_size - 1)
 
     @staticmethod
     def _make_token_group(parallel: ParallelConfig) -> dist.ProcessGroup:
         """Every rank takes part in making every group; it keeps its own."""
         own = None
-        for place in range(parallel.tp_size):
-            ranks = list(range(place, parallel.world_size, parallel.tp_size))
+        for place in range(parallel.stage_size):
+            ranks = list(range(place, parallel.world_size, parallel.stage_size))
             group = dist.new_group(ranks)
-            own = group if parallel.tp_rank == place else own
+            own = group if parallel.rank % parallel.stage_size == place else own
         assert isinstance(own, dist.ProcessGroup)
         return own
 

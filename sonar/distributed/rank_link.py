@@ -76,7 +76,7 @@ class RankLink:
             rank=self.spec.rank,
         )
 
-    def report(self, step: int, error: str, traceback: str) -> None:
+    def report(self, step: int, error: str, traceback: str, *, is_user_error: bool) -> None:
         """Tells the head that this rank is over, and closes."""
         fault = Fault(
             incarnation=self.spec.incarnation,
@@ -84,6 +84,7 @@ class RankLink:
             step=step,
             error=error[:4000],
             traceback=traceback[-16000:],
+            is_user_error=is_user_error,
         )
         self._client.send(fault)
         self._client.close(FAULT_LINGER_MS)

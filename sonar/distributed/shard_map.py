@@ -2,9 +2,9 @@
 
 Projections into heads or intermediate features are split by rows (outputs), those back to the hidden size by columns
 (inputs), embedding and head by rows of the vocabulary; the rest is whole on every rank. Of every expert each rank holds
-its features. A bias of what is split by columns belongs to rank 0 alone, for the ranks' outputs are summed. Splits may
-be uneven. When there are more ranks than KV heads, ranks share one, and divide its query heads among them. Called by
-`sonar.weights.sharded_weights`, the loader, and tests; does not know how a tensor is stored.
+its features, or it holds some experts whole. A bias of what is split by columns belongs to rank 0 alone, for the ranks'
+outputs are summed. Splits may be uneven. When there are more ranks than KV heads, ranks share one, and divide its query
+heads among them. Called by `sonar.weights.sharded_weights`, the loader, and tests; knows no formats.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class ShardMap:
         config: of the whole model.
         heads, kv_heads, inner, expert, shared, vocabulary: what the rank owns of each; expert: of every expert's
             features, shared: of the shared expert's; empty where there are none.
+        has_whole_experts: what experts it has are whole: `expert` is all features.
     """
 
     config: ModelConfig
@@ -132,6 +133,7 @@ class ShardMap:
     expert: Span
     shared: Span
     vocabulary: Span
+    has_whole_experts: bool = False
 
     def local_config(self, stage: tuple[int, int] | None = None) -> ModelConfig:
         """The model's shape as this rank computes it; the vocabulary's size stays that of the model."""
@@ -147,11 +149,18 @@ class ShardMap:
             stage=stage,
         )
 
+    def may_be_others(self, name: str) -> bool:
+        """Whether a tensor is of an expert that another rank may hold instead."""
+        moe, found = self.config.moe, _EXPERT_NUMBER.search(name)
+        return self.has_whole_experts and moe is not None and found is not None and int(found[0]) < moe.num_experts
+
     def cut(self, name: str) -> Cut:
         """What the rank takes of a tensor, by Hugging Face's name."""
         found = _NAME.fullmatch(name)
         role = _ROLES.get(_EXPERT_NUMBER.sub("*", found[1])) if found else None
         if found is None or role is None:
+            return Cut()
+        if self.has_whole_experts and role in (_Role.EXPERT, _Role.FROM_EXPERT):
             return Cut()
         is_bias = found[2] == "bias"
         size, config, inner = self.config.head_dim, self.config, self.inner
@@ -210,8 +219,11 @@ class ShardMap:
                 return Cut(columns=self.shared, whole=moe.shared_intermediate_size)
 
 
-def make_shard_map(config: ModelConfig, tp_size: int, tp_rank: int) -> ShardMap:
+def make_shard_map(config: ModelConfig, tp_size: int, tp_rank: int, *, has_whole_experts: bool = False) -> ShardMap:
     """The part of rank `tp_rank` of `tp_size`.
+
+    Args:
+        has_whole_experts: ranks share out the experts instead of each one's features.
 
     Raises:
         ConfigError: there are more ranks than heads, or than units of another split dimension.
@@ -223,18 +235,20 @@ def make_shard_map(config: ModelConfig, tp_size: int, tp_rank: int) -> ShardMap:
         )
     moe = config.moe
     heads, kv_heads = _split_heads(config, tp_size, tp_rank)
-    if moe is not None and tp_size > moe.intermediate_size:
+    if moe is not None and tp_size > moe.intermediate_size and not has_whole_experts:
         raise ConfigError(
             f"tp_size={tp_size} for experts of {moe.intermediate_size} features; choose fewer", param="tp_size"
         )
+    inner = moe.intermediate_size if moe else 0
     return ShardMap(
         config=config,
+        has_whole_experts=has_whole_experts,
         tp_size=tp_size,
         tp_rank=tp_rank,
         heads=heads,
         kv_heads=kv_heads,
         inner=_split_features(config.intermediate_size, tp_size, tp_rank),
-        expert=_split_features(moe.intermediate_size if moe else 0, tp_size, tp_rank),
+        expert=_split_features(inner, 1, 0) if has_whole_experts else _split_features(inner, tp_size, tp_rank),
         shared=_split_features(moe.shared_intermediate_size if moe else 0, tp_size, tp_rank),
         vocabulary=split(config.vocab_size, tp_size, tp_rank),
     )

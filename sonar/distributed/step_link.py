@@ -10,7 +10,7 @@ import msgspec
 
 from sonar.distributed.frames import FrameReader, FrameWriter
 from sonar.errors import ProtocolError
-from sonar.messages import EndOfSteps, LeadToRank, StepBatch, StepResult
+from sonar.messages import EndOfSteps, GroupBatches, LeadToRank, StepBatch, StepResult
 
 # A rank that does not take a message for so long hangs. The head's own deadline for a hung engine is about as long.
 SEND_TIMEOUT_S = 60.0
@@ -25,8 +25,8 @@ class StepSender:
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, batch: StepBatch) -> None:
-        """Hands a step to every rank. Raises `ProtocolError` when one does not take it."""
-        self._writer.write(self._encoder.encode(batch), SEND_TIMEOUT_S)
+        """Hands a step to every rank, whichever group it is of. Raises `ProtocolError` when one does not take it."""
+        self._writer.write(self._encoder.encode(_as_sent(batch, self._encoder)), SEND_TIMEOUT_S)
 
     def close(self) -> None:
         """Tells the ranks that no step follows."""
@@ -34,17 +34,27 @@ class StepSender:
         self._writer.close()
 
 
-class StepReceiver:
-    """A follower's end."""
+def _as_sent(batch: StepBatch, encoder: msgspec.msgpack.Encoder) -> StepBatch | GroupBatches:
+    if not batch.others:
+        return batch
+    batches = [msgspec.structs.replace(batch, others=[]), *batch.others]
+    encoded = [msgspec.Raw(encoder.encode(one)) for one in batches]
+    return GroupBatches(incarnation=batch.incarnation, step=batch.step, batches=encoded)
 
-    def __init__(self, reader: FrameReader, incarnation: int) -> None:
+
+class StepReceiver:
+    """A follower's end. group: of the data-parallel ones, that of this rank."""
+
+    def __init__(self, reader: FrameReader, incarnation: int, group: int = 0) -> None:
         self._reader = reader
         self._incarnation = incarnation
+        self._group = group
         self._next_step = 0
         self._decoder = msgspec.msgpack.Decoder(LeadToRank)
+        self._batch_decoder = msgspec.msgpack.Decoder(StepBatch)
 
-    def receive(self, timeout_s: float) -> LeadToRank | None:
-        """The next message; None when none came within the time.
+    def receive(self, timeout_s: float) -> StepBatch | EndOfSteps | None:
+        """This rank's part of the next message; None when none came within the time.
 
         Raises:
             ProtocolError: it does not follow the one before, or is no message of this incarnation.
@@ -54,10 +64,13 @@ class StepReceiver:
             return None
         try:
             message: LeadToRank = self._decoder.decode(frame)
-        except msgspec.MsgspecError as error:
+            if isinstance(message, GroupBatches):
+                message = self._batch_decoder.decode(message.batches[self._group])
+        except (msgspec.MsgspecError, IndexError) as error:
             raise ProtocolError(f"the lead sent junk where step {self._next_step} was due: {error}") from error
         if message.incarnation != self._incarnation:
             raise ProtocolError(f"a message of incarnation {message.incarnation} in incarnation {self._incarnation}")
+        assert not isinstance(message, GroupBatches)
         if not isinstance(message, EndOfSteps):
             if message.step != self._next_step:
                 raise ProtocolError(f"step {message.step} came where {self._next_step} was due")

@@ -87,6 +87,8 @@ class TensorParallelGroup:
     def sum(self, x: Tensor) -> Tensor:
         """See `TensorParallel.sum`."""
         size_bytes = x.numel() * x.element_size()
+        if not size_bytes:
+            return x  # a step of other ranks: none of these has a row
         self.counts.sums += 1
         if self._is_plain_sum:
             self.counts.sum_bytes += 2 * (self._size - 1) * size_bytes // self._size
@@ -113,6 +115,18 @@ class TensorParallelGroup:
         pieces = [torch.empty_like(padded_SV) for _ in widths]
         dist.gather(padded_SV, pieces, dst=self._root, group=self._group)
         return torch.cat([piece[:, :width] for piece, width in zip(pieces, widths)], dim=1)
+
+    @collective
+    def gather_rows(self, x_TD: Tensor, num_rows: int) -> Tensor:
+        """Each rank's share of so many rows (as `split` shares them out) as one tensor, on every rank."""
+        if not num_rows:
+            return x_TD
+        sizes = [split(num_rows, self._size, rank).size for rank in range(self._size)]
+        padded_TD = torch.nn.functional.pad(x_TD, (0, 0, 0, sizes[0] - x_TD.shape[0]))
+        self.counts.gathers += 1
+        self.counts.gather_bytes += (self._size - 1) * padded_TD.numel() * padded_TD.element_size()
+        pieces = self._all_gather(padded_TD)
+        return torch.cat([piece[:size] for piece, size in zip(pieces, sizes)])
 
     @collective
     def gather_pairs(self, pairs_SC: Tensor) -> Tensor:

@@ -207,6 +207,10 @@ class Scheduler:
             if request not in dropped
         ]
 
+    def join_step(self) -> StepBatch:
+        """A step without requests, which other data-parallel groups take; its result comes like any other's."""
+        return self._commit(StepPlan(self._config.max_step_tokens))
+
     def wake(self) -> None:
         """Blocks have become free, or have come: `schedule` may find something to do."""
         self.peers.is_blocked = False

@@ -61,8 +61,8 @@ class ShardedWeights:
         return matrix
 
     def unread(self) -> list[str]:
-        """Tensors of the checkpoint that nothing asked for."""
-        return self._source.unread()
+        """Tensors of the checkpoint that nothing asked for, without those that are other ranks' to ask for."""
+        return [name for name in self._source.unread() if not self._shard.may_be_others(name)]
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each whole tensor as stored."""

@@ -88,7 +88,10 @@ def _report(link: RankLink, loop: Following | None, error: Exception) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     text = traceback.format_exc()
     let_the_cause_be_told(error)
-    logger.error("rank %d is over:\n%s", link.spec.rank, text)
     step = loop.num_steps - 1 if loop is not None else -1
     message = error.message if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    link.report(step, message, text)
+    is_mistake = loop is None and isinstance(error, UserError)  # whose sentence says it all
+    logger.error("rank %d is over:\n%s", link.spec.rank, message if is_mistake else text)
+    if is_mistake:
+        logger.debug("%s", text)
+    link.report(step, message, text, is_user_error=is_mistake)

@@ -51,6 +51,26 @@ class InputBuilder:
             self._run = _DecodeRun(batch, plan, inputs, self._slots, self._cache, self._device)
         return inputs
 
+    def nothing(self) -> ForwardBatch:
+        """Inputs of a step in which this rank has no request, for ranks that meet in every layer."""
+        none_T = torch.empty(0, dtype=torch.int64, device=self._device)
+        metadata = AttentionMetadata(
+            block_table_RB=torch.empty((0, 1), dtype=torch.int32, device=self._device),
+            slot_mapping_T=none_T,
+            query_start_R1=torch.zeros(1, dtype=torch.int32, device=self._device),
+            seq_lens_R=torch.empty(0, dtype=torch.int32, device=self._device),
+            num_decodes=0,
+            max_query_len=0,
+            max_seq_len=0,
+        )
+        return ForwardBatch(
+            token_ids_T=none_T,
+            positions_T=none_T,
+            kv_layers=self._cache.layers,
+            attention=(metadata,) * len(self._cache.layers),
+            logits_rows_S=none_T,
+        )
+
 
 class _DecodeRun:
     """Decode steps of the same requests in the same order.

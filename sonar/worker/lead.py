@@ -220,7 +220,7 @@ def _ready_message(spec: LeadSpec, built: Built) -> LeadReady:
         num_blocks=built.num_blocks,
         block_size=built.config.cache.block_size,
         max_model_len=built.max_model_len,
-        max_num_requests=built.config.scheduler.max_num_requests,
+        max_num_requests=built.config.scheduler.max_num_requests * built.config.parallel.num_groups,
         weights_bytes=built.weights_bytes,
         ops_backend=built.ops_backend,
         notices=built.notices,
@@ -239,6 +239,13 @@ def _report_fault(spec: LeadSpec, link: Client, loop: LeadLoop | None, error: Ex
     if is_mistake:
         logger.debug("%s", text)
     link.send(
-        Fault(incarnation=spec.incarnation, rank=spec.rank, step=step, error=message[:4000], traceback=text[-16000:])
+        Fault(
+            incarnation=spec.incarnation,
+            rank=spec.rank,
+            step=step,
+            error=message[:4000],
+            traceback=text[-16000:],
+            is_user_error=is_mistake,
+        )
     )
     link.close(FAULT_LINGER_MS)

@@ -177,6 +177,7 @@ class RunnerBuilder:
             threads,
             self.device.type == "cuda" and self.ops.is_capturable and self.ranks is None,
             self.ops.parallel,
+            experts=self.ranks.balance() if self.ranks else None,
         )
         links = self.ranks.groups.pipeline if self.ranks else None
         if links is not None:
@@ -199,8 +200,8 @@ def _meet_ranks(
         return None
     if link is None:
         raise ConfigError(
-            f"tp_size={parallel.tp_size}, pp_size={parallel.pp_size}: ranks are processes that a head starts; "
-            "use `sonar serve`, or leave both at 1",
+            f"tp_size={parallel.tp_size}, pp_size={parallel.pp_size}, ep_size={parallel.ep_size}: ranks are processes "
+            "that a head starts; use `sonar serve`, or leave them at 1",
             param="tp_size" if parallel.tp_size > 1 else "pp_size",
         )
     from sonar.worker.ranks import Ranks  # one rank alone does without torch's process groups

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sonar.distributed.expert_balance import ExpertBalance
 from sonar.messages import StepBatch, StepResult
 from sonar.models.base import Model
 from sonar.ops.table import SampleFn, TensorParallel
@@ -47,6 +48,7 @@ class RunnerParts:
         is_capturable: the ops may be captured in CUDA graphs; `ModelRunner.prepare` then does so for decode steps.
         parallel: the ranks that hold the other columns of the logits. stage: this rank's place in a pipeline.
         max_under_way: steps that may be submitted before the first is done.
+        experts: of a model whose experts are spread over ranks, which all compute every step, with requests or without.
     """
 
     model: Model
@@ -60,6 +62,7 @@ class RunnerParts:
     parallel: TensorParallel | None = None
     stage: PipelineStage | None = None
     max_under_way: int = MAX_UNDER_WAY
+    experts: ExpertBalance | None = None
 
 
 class RunningStep:
@@ -99,6 +102,11 @@ class ModelRunner:
     def max_under_way(self) -> int:
         """Steps that may be submitted before the first is done."""
         return self._parts.max_under_way
+
+    @property
+    def experts(self) -> ExpertBalance | None:
+        """Of a model whose experts are spread over ranks."""
+        return self._parts.experts
 
     @property
     def cache_addresses(self) -> tuple[int, ...]:
@@ -159,11 +167,16 @@ class ModelRunner:
 
     def _compute(self, batch: StepBatch) -> StepOutcome:
         parts, stage = self._parts, self._parts.stage
+        if parts.experts is not None:
+            parts.experts.before_step(batch.step)
         if stage is not None:
             stage.settle(batch)
         parts.slots.apply(batch)
         parts.cache.copy(batch.copies)
         if not batch.slots:
+            if parts.experts is not None:
+                forward = self._inputs.nothing()
+                parts.model.forward(forward if stage is None else stage.with_hidden(forward))
             return StepOutcome(batch.step, 0, None, None, None, None)
         inputs = self._inputs.build(batch)
         if stage is not None:

@@ -72,6 +72,9 @@ class PipelineStage:
         if self._links.is_first:
             return forward
         num_tokens = forward.positions_T.shape[0]
+        if not num_tokens:  # the stage before sends nothing either
+            none_TD = torch.empty((0, self._hidden_size), dtype=self._dtype, device=self._device)
+            return replace(forward, hidden_TD=none_TD)
         hidden_TD = self._links.receive_hidden(num_tokens, self._hidden_size, self._dtype, self._device)
         return replace(forward, hidden_TD=hidden_TD)
 

@@ -125,6 +125,17 @@ def test_on_cpus_the_least_loaded_host_is_next_and_failures_come_last() -> None:
     assert hosts(place_replica(1, 1, "auto", nodes, {"b": 1})) == ["a"]
 
 
+def test_a_limit_of_ranks_a_host_spreads_a_replica() -> None:
+    cpus = [node("a", 0, workers=1), node("b", 0), node("c", 0)]
+    assert hosts(place_replica(4, 4, "cpu", cpus, {})) == ["b"] * 4
+    assert hosts(place_replica(2, 2, "cpu", cpus, {}, 1)) == ["b", "c"], "one group over two hosts"
+    assert hosts(place_replica(2, 1, "cpu", cpus, {}, 1)) == ["b", "c"], "two stages over two hosts"
+    assert hosts(place_replica(4, 2, "cpu", cpus, {}, 2)) == ["b", "b", "c", "c"], "a group stays together where it can"
+    assert hosts(place_replica(4, 2, "cuda", [node("a", 8), node("b", 8)], {}, 2)) == ["a", "a", "b", "b"]
+    refusal = place_replica(4, 2, "cpu", cpus, {}, 1)
+    assert isinstance(refusal, Unplaceable) and "ranks_per_host = 1 and 3 hosts up" in refusal.text
+
+
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=6), st.integers(1, 3), st.integers(1, 4))
 def test_all_ranks_are_placed_exactly_when_there_are_devices_enough(free, stages, tp_size) -> None:
     nodes = [node(f"n{i}", count) for i, count in enumerate(free)]

@@ -27,6 +27,7 @@ from cluster.journal import MemoryJournal
 from cluster.messages import KillReplica, Refused, RegisterAgain, Registered, StartFailed, StartWorker, StopWorker
 from cluster.records import NodeState, ReplicaState
 from cluster.requests import RequestTable
+from cluster.state import fault_reason
 from sonar.config import ParallelConfig
 from sonar.messages import Drained, Draining, Fault, LeadHello, LoadProgress, StepAhead
 from sonar.process import EXIT_USER_ERROR
@@ -154,6 +155,22 @@ def test_a_users_error_is_not_tried_again() -> None:
     assert replica.state is ReplicaState.FAILED and replica.failure.reason == "no such model"
     assert len([c for c in of_type(world.commands, Announce) if "no such model" in c.text]) == 1
     assert world.recorded == {"m-0": 1}
+
+
+def test_a_users_error_of_any_rank_is_told_in_its_own_words_and_not_tried_again() -> None:
+    world = World()
+    agent = world.join("a")
+    world.handle(DeploymentApplied(deployment(parallel=ParallelConfig(tp_size=2))))
+    while agent.inbox:
+        world.deliver(agent)
+    ref = next(iter(agent.workers))
+    fault = Fault(incarnation=1, rank=1, step=-1, error="tensor 'x' is missing", traceback="", is_user_error=True)
+    world.lead_says(ref, fault)
+    replica = world.state.replicas["m-0"]
+    assert replica.failure.reason == "tensor 'x' is missing" and replica.failure.is_permanent
+    other = msgspec.structs.replace(fault, is_user_error=False)
+    assert fault_reason(other, 2, "a") == "rank 1 on a faulted before its first step: tensor 'x' is missing"
+    assert fault_reason(msgspec.structs.replace(other, step=7), 2, "a").startswith("rank 1 faulted after step 7: ")
 
 
 def test_start_failed_permanently_is_final() -> None:

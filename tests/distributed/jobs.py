@@ -8,8 +8,11 @@ from typing import Any
 import torch
 
 from sonar.config import EngineConfig
+from sonar.distributed.expert_balance import ExpertBalance
+from sonar.distributed.expert_exchange import ExpertRanks
 from sonar.distributed.rank_link import RankLink
 from sonar.engine import build_engine, build_follower
+from sonar.ops.reference_experts import weighted_sum as reference_weighted_sum
 from sonar.ops.reference_sample import sample as reference_sample
 from sonar.ops.table import SamplingTensors
 from sonar.worker.ranks import Ranks
@@ -58,6 +61,61 @@ def sums(config: EngineConfig, link: RankLink) -> Any:
     facts = ranks.groups.gather_numbers([rank, 7])
     ranks.groups.close()
     return seen[0], facts, dataclasses.asdict(tensor.counts)
+
+
+def experts(config: EngineConfig, link: RankLink) -> Any:
+    """Whether tokens come back from experts on other ranks as from one rank, with uneven numbers of tokens, before and
+    after experts have moved; how even the load became, what was moved and sent."""
+    parallel = config.parallel
+    ranks = Ranks(link, parallel, torch.device("cpu"))
+    assert ranks.groups.experts is not None
+    shared = ExpertRanks(
+        ranks.groups.experts,
+        ranks.groups.tensor,
+        reference_weighted_sum,
+        torch.device("cpu"),
+        parallel.redundant_experts,
+    )
+    layers = [_ScaledLayer(shared, index) for index in range(2)]
+    balance = ExpertBalance(shared, parallel.rebalance_steps)
+    seen = []
+    for step in range(40):
+        balance.before_step(step)
+        for index, layer in enumerate(layers):
+            # The ranks of a tensor-parallel group hold the same tokens; a group may have none.
+            layer.check(seed=100 * step + 10 * index + parallel.group, num_tokens=(step + 3 * parallel.group) % 7)
+        seen.append(balance.worst_imbalance)
+    counts = dataclasses.asdict(shared.counts)
+    ranks.groups.close()
+    return seen, balance.num_moved, counts
+
+
+NUM_EXPERTS = 6
+
+
+class _ScaledLayer:
+    """Experts that multiply by a number of their own, so that each row's bits are known."""
+
+    def __init__(self, shared: ExpertRanks, index: int) -> None:
+        self._exchange = shared.exchange(index, NUM_EXPERTS)
+        self._scales_X = torch.linspace(0.3, 1.7, NUM_EXPERTS) + index
+        self._own_SK = self._scales_X[list(self._exchange.slots)].unsqueeze(1).repeat(1, 3)
+        self._exchange.adopt([self._own_SK])
+
+    def check(self, seed: int, num_tokens: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        hidden_TD = torch.randn(num_tokens, 5, generator=generator)
+        skew_X = torch.tensor([1.0, 1.0, 30.0, 1.0, 30.0, 1.0]).expand(num_tokens, -1)
+        ids_TJ = torch.multinomial(skew_X, 2, generator=generator) if num_tokens else torch.empty(0, 2).long()
+        weights_TJ = torch.rand(num_tokens, 2, generator=generator)
+        arrived = self._exchange.dispatch(hidden_TD, ids_TJ, weights_TJ)
+        sizes = arrived.offsets_X1.diff()
+        assert arrived.offsets_X1[-1] == arrived.x_MD.shape[0] and arrived.offsets_X1.dtype == torch.int32
+        got_TD = arrived.combine(arrived.x_MD * self._own_SK[:, :1].repeat_interleave(sizes, dim=0))
+        first, second = (
+            hidden_TD * self._scales_X[ids_TJ[:, j]].unsqueeze(1) * weights_TJ[:, j : j + 1] for j in (0, 1)
+        )
+        assert torch.equal(got_TD, first + second)
 
 
 def draws(config: EngineConfig, link: RankLink) -> Any:

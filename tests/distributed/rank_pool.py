@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import multiprocessing
 import threading
 import time
@@ -89,7 +90,7 @@ class RankPool:
         self._incarnation += 1
         pipes = self._pipes[: parallel.world_size]
         for pipe in pipes:
-            pipe.send((folder, parallel.tp_size, parallel.pp_size, self._incarnation, job))
+            pipe.send((folder, parallel, self._incarnation, job))
         answers = []
         for rank, pipe in enumerate(pipes):
             assert pipe.poll(TIMEOUT_S), f"rank {rank} does not answer"
@@ -128,8 +129,8 @@ def _rank_main(rank: int, address: Address, pipe: Connection, namespace: str) ->
     from tests.distributed import jobs
 
     while (order := pipe.recv()) is not None:
-        folder, tp_size, pp_size, incarnation, job = order
-        parallel = ParallelConfig(tp_size=tp_size, pp_size=pp_size, rank=rank)
+        folder, shape, incarnation, job = order
+        parallel = dataclasses.replace(shape, rank=rank)
         try:
             link = RankLink(
                 RankSpec(
