@@ -23,6 +23,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from cluster.journal_mirror import JournalMirror
+from cluster.journal_rows import read_rows
+from cluster.standby_messages import JournalRow
 from sonar.errors import CapacityError, ConfigError, SonarError
 from sonar.messages import TokenEvent
 
@@ -125,6 +128,9 @@ class AnswerJournal:
         path: created with mode 600; None keeps everything in memory, for as long as this process lives.
         unix_clock: seconds that go on over a restart.
 
+    Attributes:
+        mirror: of a head that others stand by for: what is written here is written there before it counts as written.
+
     Raises:
         ConfigError: the file cannot be opened or is no database.
     """
@@ -136,13 +142,14 @@ class AnswerJournal:
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
         self.counters = JournalCounters()
+        self.mirror: JournalMirror | None = None
         self._limits = limits
         self._unix_clock = unix_clock
         self._encoder = msgspec.msgpack.Encoder()
         self._entries: dict[str, _Entry] = {}
         self._by_key: dict[tuple[str, str], str] = {}
         self._size_bytes = 0
-        self._connection = _open(path)
+        self._connection = open_journal(path)
         self._load()
         self._queue: SimpleQueue[_Work | None] = SimpleQueue()
         self._thread: Thread | None = None  # begins with the first work: many servers never have any
@@ -184,6 +191,8 @@ class AnswerJournal:
         except JournalError:
             self._remove(record.answer_id)
             raise
+        if self.mirror is not None:
+            await self.mirror.copy(JournalRow(answer_id=record.answer_id, record=data))
 
     async def append(
         self, answer_id: str, events: Sequence[LoggedEvent], output: bytes, *, is_last: bool = False
@@ -210,6 +219,10 @@ class AnswerJournal:
         entry.size_bytes += size
         self._size_bytes += size
         entry.ended_unix_s = ended_unix_s
+        if self.mirror is not None:
+            await self.mirror.copy(
+                JournalRow(answer_id=answer_id, events=row[1], output=output, ended_unix_s=ended_unix_s)
+            )
 
     async def read(self, answer_id: str) -> StoredAnswer:
         """All updates of an answer so far.
@@ -228,6 +241,17 @@ class AnswerJournal:
         """Nobody can ask for it any more."""
         if self._remove(answer_id):
             self._delete(answer_id)
+            if self.mirror is not None:
+                self.mirror.tell(JournalRow(answer_id=answer_id, is_forgotten=True))
+
+    async def rows(self) -> list[JournalRow]:
+        """Everything that is written, for a standby.
+
+        Raises:
+            JournalError: the file cannot be read.
+        """
+        rows: list[JournalRow] = await self._do(read_rows)
+        return rows
 
     def prune(self, room_bytes: int = 0) -> None:
         """Forgets answers that ended long ago, and more of them when there is no room for as many bytes."""
@@ -338,7 +362,8 @@ class AnswerJournal:
                 awaited[0].done.get_loop().call_soon_threadsafe(_tell, awaited, error)
 
 
-def _open(path: Path | None) -> sqlite3.Connection:
+def open_journal(path: Path | None) -> sqlite3.Connection:
+    """The file's connection, for one thread at a time. Raises `ConfigError`: it cannot be opened or is no database."""
     try:
         if path is not None:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))

@@ -43,6 +43,7 @@ from cluster.events import (
 )
 from cluster.incarnations import IncarnationCeiling
 from cluster.journal import MemoryJournal
+from cluster.journal_mirror import JournalMirror
 from cluster.messages import (
     AgentToHead,
     Heartbeat,
@@ -108,6 +109,9 @@ class ControlPlane:
     Args:
         clock: monotonic seconds.
         epoch: number of this head; above that of every earlier one.
+
+    Attributes:
+        mirror: for heads that stand by; None where there can be none.
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class ControlPlane:
     ) -> None:
         self.incarnations, self.roster = IncarnationCeiling(store), Roster(store)
         self.server = server
+        self.mirror: JournalMirror | None = None
         self.state = ClusterState(
             config.timeouts, config.restart, versions, self.incarnations.floor, config.nodes, self.roster.earlier
         )
@@ -200,6 +205,9 @@ class ControlPlane:
             self.server.send(peer, self._operators.answer(message))
         elif peer.kind is PeerKind.LEAD:
             self._from_lead(peer, message)
+        elif peer.kind is PeerKind.STANDBY:
+            if self.mirror is not None:
+                self.mirror.on_message(peer, message)
         else:
             self._from_rank(peer, message)
 

@@ -10,6 +10,11 @@ from cluster.store.contract import Store
 KEY = "head/epoch"
 
 
+def read_epoch(store: Store) -> int:
+    """The number of the latest head; 0 before the first."""
+    return int(store.get(KEY) or 0)
+
+
 def next_epoch(store: Store) -> int:
     """A number above that of every head before. Blocks until it is durable.
 

@@ -11,12 +11,13 @@ import asyncio
 import fcntl
 import logging
 import signal
+import socket
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TextIO
 
 import uvloop
 from prometheus_client import CollectorRegistry
@@ -31,6 +32,8 @@ from cluster.garbage import avoid_collection_pauses
 from cluster.gateway import Gateway
 from cluster.head_gateway import HeadGateway, served_models
 from cluster.http_server import HttpServer, bind_http
+from cluster.journal_mirror import JournalMirror
+from cluster.leadership import Candidate, announced_address, check_same_token, open_lead_store
 from cluster.local_agent import AgentCommand, AgentTicket, LocalAgent
 from cluster.messages import AgentToHead
 from cluster.metrics import HeadMetrics
@@ -38,6 +41,8 @@ from cluster.operator_messages import OperatorToHead
 from cluster.placement import shortfall
 from cluster.records import ReplicaRecord, ReplicaState
 from cluster.security import load_or_create_token
+from cluster.standby import stand_by
+from cluster.standby_messages import StandbyToHead
 from cluster.status import ClusterStatus
 from cluster.store.contract import StoreUnavailableError
 from cluster.store.registry import open_store
@@ -90,16 +95,38 @@ class HeadObserver(Protocol):
 
 @dataclass(frozen=True)
 class HeadResult:
-    """How a head ended. error: for people, when it was not asked to."""
+    """How a head ended. error: for people, when it was not asked to. is_deposed: another head leads."""
 
     exit_code: int
     error: str = ""
+    is_deposed: bool = False
+
+
+@dataclass
+class _Stop:
+    """That, and how often, the head was asked to end. event: also when it has to for another reason."""
+
+    num_requests: int = 0
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Seat(NamedTuple):
+    """What a head that was elected takes over from its time of standing by. listener: of HTTP; stays open after it."""
+
+    listener: socket.socket
+    candidate: Candidate
+
+    @property
+    def office(self) -> Office:
+        """By which it speaks."""
+        return Office(self.candidate.epoch, self.candidate.is_held)
 
 
 class Head:
     """Owns the parts of one head process.
 
     Args:
+        seat: of a head that was elected; without one this head is the only one of its store.
         app_factory: makes the ASGI application.
         agent_command: starts an agent for this host; None leaves this host out of the cluster.
         exit_when_failed: end when a replica cannot be started at all, instead of waiting for better hosts.
@@ -116,29 +143,26 @@ class Head:
         agent_command: AgentCommand | None = None,
         observer: HeadObserver | None = None,
         exit_when_failed: bool = False,
+        seat: Seat | None = None,
     ) -> None:
         self.config = config
+        self._seat = seat
         self._observer = observer
         self._exit_when_failed = exit_when_failed
         self._result = HeadResult(0)
-        self._stop_requests = 0
-        self._stopping = asyncio.Event()
+        self._stop = _Stop()
         with ExitStack() as opened:
             self._open_parts(opened, app_factory, agent_command)
             self._opened = opened.pop_all()
 
     def _open_parts(self, opened: ExitStack, app_factory: AppFactory, agent_command: AgentCommand | None) -> None:
         config = self.config
-        listener = bind_http(config.network.http_host, config.network.http_port)
+        if self._seat is None:
+            opened.enter_context(lock_state_dir(config))
+            listener = bind_http(config.network.http_host, config.network.http_port)
+        else:
+            listener = self._seat.listener.dup()  # an HTTP server closes its own
         opened.callback(listener.close)
-        config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = opened.enter_context((config.state_dir / "head.lock").open("w"))
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"another head uses {config.state_dir}; stop it, or choose another directory", param="state_dir"
-            ) from error
         server = Server(
             load_or_create_token(config.token_path),
             {
@@ -146,17 +170,21 @@ class Head:
                 PeerKind.LEAD: LeadToHead,
                 PeerKind.RANK: RankToHead,
                 PeerKind.OPERATOR: OperatorToHead,
+                PeerKind.STANDBY: StandbyToHead,
             },
         )
         opened.callback(server.close)
         control_address = bind_control(server, config)
         store = open_store(config.store, config.state_dir)
         opened.callback(store.close)
-        server.office = Office(next_epoch(store))
+        server.office = self._seat.office if self._seat is not None else Office(next_epoch(store))
         journal = AnswerJournal(config.state_dir / "answers.db")
         opened.callback(journal.close)
         self.control_address = control_address
         self.control = ControlPlane(config, server, store, installed_versions(), time.monotonic, server.office.epoch)
+        if self._seat is not None:
+            self.control.mirror = journal.mirror = JournalMirror(server.send, journal.rows)
+            opened.callback(self.control.mirror.close)
         state, table = self.control.state, self.control.table
         gateway = HeadGateway(table, partial(served_models, state, table, int(time.time())))
         self.services = HeadServices(gateway, HeadMetrics(self.control).registry, self.control.status, journal)
@@ -175,8 +203,8 @@ class Head:
 
     def request_stop(self) -> None:
         """Begins to end the head; asked a second time, it ends without draining."""
-        self._stop_requests += 1
-        self._stopping.set()
+        self._stop.num_requests += 1
+        self._stop.event.set()
 
     async def run(self) -> HeadResult:
         """The head's life, in the running loop; when it returns, no child process and no socket is left.
@@ -188,11 +216,19 @@ class Head:
             async with asyncio.TaskGroup() as group:
                 self._startup()
                 routines = [group.create_task(self._tick_forever()), group.create_task(self._remember_in_time())]
+                if self._seat is not None:
+                    routines.append(group.create_task(self._learn_of_successor(self._seat.candidate)))
                 group.create_task(self.http.run())
                 if self.agent is not None:
                     group.create_task(self.agent.run())
-                await self._stopping.wait()
-                await self._shutdown()
+                await self._stop.event.wait()
+                if self._result.is_deposed:
+                    logger.warning("another head leads: this one stands by from here on")
+                elif self.control.mirror is not None and self.control.mirror.num_followers:
+                    await self._hand_over()
+                else:
+                    await self._stop_cluster()
+                await self._close_up()
                 for routine in routines:
                     routine.cancel()
         except ExceptionGroup as errors:
@@ -231,7 +267,7 @@ class Head:
             if self._observer is not None and (news := _news(self.control)) != shown:
                 shown = news
                 self._observer.on_status(self.control.status())
-            if self._exit_when_failed and not self._stopping.is_set():
+            if self._exit_when_failed and not self._stop.event.is_set():
                 self._check_start()
             if self.config.nodes.exit_when_missing and self.control.state.roll_call.failure and not self._result.error:
                 self._result = HeadResult(1, self.control.state.roll_call.failure)
@@ -265,8 +301,19 @@ class Head:
         engine = state.deployments[replica.deployment].engine_config
         return shortfall(engine.parallel.world_size, engine.device, views)
 
-    async def _shutdown(self) -> None:
-        """Open requests first, then replicas, the agent, HTTP. Each wait has a deadline; a second request ends it."""
+    async def _learn_of_successor(self, candidate: Candidate) -> None:
+        await candidate.hold()
+        self._result = HeadResult(0, is_deposed=True)
+        self._stop.event.set()
+
+    async def _hand_over(self) -> None:
+        """Another head stands by: workers go on, for it; what clients of this one have open is finished first."""
+        logger.info("handing over: %d open requests", self.control.table.num_open)
+        self.control.table.close_to_new()
+        await self._wait_until(lambda: not self.control.table.num_open, self.config.timeouts.drain_s)
+
+    async def _stop_cluster(self) -> None:
+        """Open requests first, then replicas. Each wait has a deadline; a second request ends it."""
         times = self.config.timeouts
         logger.info("stopping: %d open requests", self.control.table.num_open)
         self.control.begin_stop()
@@ -274,16 +321,21 @@ class Head:
             lambda: self.control.state.is_stopped and not self.control.table.num_open,
             times.drain_s + times.kill_grace_s,
         )
-        self.http.stop(now=self._stop_requests > 1)
+
+    async def _close_up(self) -> None:
+        """HTTP, then this host's own agent."""
+        is_hasty = self._stop.num_requests > 1
+        grace_s = self.config.timeouts.kill_grace_s
+        self.http.stop(now=is_hasty or self._result.is_deposed)
         if self.agent is not None:
             self.agent.expect_end()
-            if self._stop_requests > 1 or not self.control.shut_down_node(LOCAL_NODE, times.kill_grace_s):
+            if is_hasty or not self.control.shut_down_node(LOCAL_NODE, grace_s):
                 self.agent.terminate()
-            await self.agent.stop(0.0 if self._stop_requests > 1 else times.kill_grace_s + 2.0)
+            await self.agent.stop(0.0 if is_hasty else grace_s + 2.0)
 
     async def _wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        while not is_done() and self._stop_requests < 2:
+        while not is_done() and self._stop.num_requests < 2:
             if time.monotonic() > deadline_s:
                 logger.warning("gave up waiting for %d open requests", self.control.table.num_open)
                 return
@@ -301,18 +353,102 @@ def run_head(
     """Runs a head in this process until SIGTERM, SIGINT or a failure; see `Head`. Call it from the main thread."""
 
     avoid_collection_pauses()
+    life = _Life()
+
+    def make_head(seat: Seat | None) -> Head:
+        return Head(
+            config,
+            app_factory,
+            agent_command=agent_command,
+            observer=observer,
+            exit_when_failed=exit_when_failed,
+            seat=seat,
+        )
 
     async def serve() -> HeadResult:
-        head = Head(
-            config, app_factory, agent_command=agent_command, observer=observer, exit_when_failed=exit_when_failed
-        )
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, head.request_stop)
-        return await head.run()
+            loop.add_signal_handler(number, life.request_stop)
+        if config.store.kind == "etcd":
+            return await _serve_in_turn(config, make_head, life)
+        return await life.lead(make_head(None))
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve())
+
+
+class _Life:
+    """Whom a signal is for: the head that leads in this process, or the wait for the lead."""
+
+    def __init__(self) -> None:
+        self._head: Head | None = None
+        self._waiting: asyncio.Task[None] | None = None
+        self._is_over = False
+
+    def is_over(self) -> bool:
+        """Whether a stop was asked for."""
+        return self._is_over
+
+    def request_stop(self) -> None:
+        """As `Head.request_stop`."""
+        self._is_over = True
+        if self._head is not None:
+            self._head.request_stop()
+        elif self._waiting is not None:
+            self._waiting.cancel()
+
+    async def lead(self, head: Head) -> HeadResult:
+        """The head's life."""
+        self._head = head
+        try:
+            return await head.run()
+        finally:
+            self._head = None
+
+    async def wait(self, work: Coroutine[None, None, None]) -> None:
+        """Until it is done, or a stop is asked for."""
+        self._waiting = asyncio.create_task(work)
+        if self._is_over:
+            self._waiting.cancel()
+        await asyncio.wait([self._waiting])
+        if not self._waiting.cancelled():
+            self._waiting.result()
+
+
+async def _serve_in_turn(config: ClusterConfig, make_head: Callable[[Seat], Head], life: _Life) -> HeadResult:
+    """One of several heads: stands by, leads, and stands by again when it was deposed."""
+    with ExitStack() as opened:
+        opened.enter_context(lock_state_dir(config))
+        listener = opened.enter_context(bind_http(config.network.http_host, config.network.http_port))
+        me = announced_address(config, listener)
+        with closing(open_store(config.store, config.state_dir)) as store:
+            check_same_token(store, load_or_create_token(config.token_path))
+        while True:
+            with closing(open_lead_store(config)) as store:
+                candidate = Candidate(store, me)
+                await life.wait(stand_by(config, listener, candidate, me))
+                result = HeadResult(0) if life.is_over() else await life.lead(make_head(Seat(listener, candidate)))
+                if not result.is_deposed:
+                    candidate.resign()
+                    return result
+
+
+def lock_state_dir(config: ClusterConfig) -> TextIO:
+    """One head a folder, for as long as the file is open.
+
+    Raises:
+        ConfigError: another head has it.
+    """
+    config.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = (config.state_dir / "head.lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise ConfigError(
+            f"another head uses {config.state_dir}; stop it, or choose another directory", param="state_dir"
+        ) from error
+    return lock
 
 
 def _news(control: ControlPlane) -> object:

@@ -56,7 +56,7 @@ from launcher.network import LocalRoute, interface_of, mtu_of, probe_peers, rout
 from launcher.supervisor import Supervisor
 from sonar.errors import ConfigError, SonarError, UserError
 from sonar.process import die_with_parent
-from sonar.transport import PROTOCOL_VERSION, Address, PeerId, PeerKind, parse_address
+from sonar.transport import PROTOCOL_VERSION, Address, PeerId, PeerKind, parse_addresses
 from sonar.transport_client import Client
 from sonar.worker.host import available_memory
 
@@ -74,13 +74,14 @@ class AgentSettings:
     """What an agent is started with.
 
     Attributes:
+        heads: one of them leads.
         route: this host's address and interface towards the head, for all traffic between hosts.
         engines: see `launcher.engines`.
         drain_s: how long it waits for the head to move its work away when it is told to end.
         outlive_s: of a head's own agent: it ends without its head after so long; None for one that waits for a head.
     """
 
-    head: Address
+    heads: tuple[Address, ...]
     route: LocalRoute
     token: str
     node_id: str
@@ -117,10 +118,11 @@ class Agent:
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
         peer = PeerId(PeerKind.AGENT, settings.node_id, secrets.randbits(62))
-        self._link = Client(settings.head, settings.token, peer, HeadToAgent)
+        head, *others = settings.heads
+        self._link = Client(head, settings.token, peer, HeadToAgent, others=others)
         mark = f"{MARK_VARIABLE}={settings.state_dir}"
         self._supervisor = Supervisor(
-            settings.state_dir, mark, settings.head, settings.token, settings.engines, time.monotonic
+            settings.state_dir, mark, lambda: self._link.addresses, settings.token, settings.engines, time.monotonic
         )
         route = settings.route
         self._hardware = msgspec.structs.replace(
@@ -151,7 +153,7 @@ class Agent:
             logger.info(
                 "node %s joins %s by %s; swept %s",
                 self._settings.node_id,
-                self._settings.head,
+                self._link.address,
                 self._settings.route,
                 swept or "nothing",
             )
@@ -165,6 +167,9 @@ class Agent:
         except _InterruptedWaitError:
             self._link.close(0)
             return 0
+        except SonarError:
+            self._link.close(0)
+            raise
         finally:
             self._supervisor.kill_all()
 
@@ -178,7 +183,7 @@ class Agent:
                 raise _InterruptedWaitError
             if waited_s >= next_word_s:
                 next_word_s += REMIND_S
-                logger.warning("no head answers at %s yet; tried for %.0f s", self._settings.head, waited_s)
+                logger.warning("no head answers at %s yet; tried for %.0f s", self._link.address, waited_s)
 
         self._link.connect(self._settings.connect_timeout_s, on_wait)
 
@@ -354,10 +359,10 @@ def run_agent(args: argparse.Namespace) -> int:
         HandshakeRefusedError, UnreachableError: see `Agent.run`.
     """
     check_name("node_id", args.node_id)
-    head = parse_address(args.head, DEFAULT_CONTROL_PORT)
+    heads = parse_addresses(args.head, DEFAULT_CONTROL_PORT)
     settings = AgentSettings(
-        head=head,
-        route=LocalRoute(args.address, interface_of(args.address)) if args.address else route_to(head),
+        heads=heads,
+        route=LocalRoute(args.address, interface_of(args.address)) if args.address else route_to(heads[0]),
         token=read_token(args.token_file),
         node_id=args.node_id,
         state_dir=args.state_dir.resolve(),
@@ -381,7 +386,7 @@ def run_agent(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `python -m launcher.agent`."""
     parser = argparse.ArgumentParser(prog="sonar-agent", description="joins this host to a head and runs its workers")
-    parser.add_argument("--head", required=True, metavar="HOST[:PORT]", help="where the head's control port is")
+    parser.add_argument("--head", required=True, metavar="HOST[:PORT],...", help="the heads' control ports")
     parser.add_argument("--state-dir", required=True, type=Path, help="for logs and records of this agent alone")
     add_arguments(parser)
     args = parser.parse_args(argv)

@@ -13,7 +13,7 @@ import math
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -55,7 +55,7 @@ class Supervisor:
 
     Args:
         state_dir: logs and the list of live workers are kept there.
-        head, token: handed to the workers.
+        heads: their addresses, the present one first; with the token handed to the workers.
         mark: see `Leftovers`. engines: name -> "module:function".
         clock: monotonic seconds.
     """
@@ -64,14 +64,14 @@ class Supervisor:
         self,
         state_dir: Path,
         mark: str,
-        head: Address,
+        heads: Callable[[], Sequence[Address]],
         token: str,
         engines: Mapping[str, str],
         clock: Callable[[], float],
     ) -> None:
         self._logs = state_dir / "logs"
         self._leftovers = Leftovers(state_dir / "workers.json", mark)
-        self._head = head
+        self._heads = heads
         self._token = token
         self._engines = engines
         self._clock = clock
@@ -110,14 +110,16 @@ class Supervisor:
             return StartFailed(worker=ref, error=f"no engine {message.engine!r} here; known: {known}", permanent=True)
         if ref in self._workers:
             return StartFailed(worker=ref, error="that worker runs already", permanent=False)
+        head, *other_heads = self._heads()
         log = WorkerLog(self._logs, ref.replica_id, ref.rank)
         setup = WorkerSetup(
             agent_pid=os.getpid(),
             log_path=str(log.path),
             devices=message.devices,
             lead=LeadSpec(
-                head_host=self._head.host,
-                head_port=self._head.port,
+                head_host=head.host,
+                head_port=head.port,
+                other_heads=other_heads,
                 token=self._token,
                 replica_id=ref.replica_id,
                 incarnation=ref.incarnation,

@@ -104,13 +104,26 @@ def parse_address(text: str, default_port: int) -> Address:
     return Address(host, int(port))
 
 
+def parse_addresses(text: str, default_port: int) -> tuple[Address, ...]:
+    """Reads one address or several, separated by commas: those of heads of which one leads.
+
+    Raises:
+        ConfigError: one of them is no address, or is there twice.
+    """
+    addresses = tuple(parse_address(item, default_port) for item in text.split(","))
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError(f"address {text!r}: one of them is there twice; name each head once")
+    return addresses
+
+
 class PeerKind(Enum):
-    """Who speaks to a head."""
+    """Who speaks to a head. STANDBY: another head, which is to know what this one has answered."""
 
     AGENT = "agent"
     LEAD = "lead"
     RANK = "rank"
     OPERATOR = "operator"
+    STANDBY = "standby"
 
 
 class PeerId(NamedTuple):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +35,19 @@ from sonar.transport_options import FAILED_EVENTS, WATCHED_EVENTS, set_common_op
 # One failure can be a head that was just restarting; a second in a row is an answer.
 _REFUSED_AFTER = 2
 _ON_WAIT_S = 0.25
+# Without a connection for so long, another of the heads is tried; one that has answered gets time for the handshake.
+# After a break the others come first: the head they were is likely to be where the lead has gone.
+_MOVE_ON_S = 1.0
+_SHAKE_HANDS_S = 2.5
 
 
 @dataclass
 class _News:
-    """What the monitor has told. failures: refused handshakes in a row. is_reconnected: nobody has taken it in yet."""
+    """What the monitor has told. failures: refused handshakes in a row. is_reconnected: nobody has taken it in yet.
+    move_on_s: when another head is tried, unless there is a connection by then."""
 
     is_connected: bool = False
+    move_on_s: float = 0.0
     is_reconnected: bool = False
     failures: int = 0
 
@@ -54,15 +61,24 @@ class Client:
 
     Args:
         incoming: union of the messages that may arrive.
+        others: addresses of further heads; one that does not answer for a second is left for the next.
 
     Attributes:
-        epoch: of the latest head that was heard; messages of an earlier one are dropped.
+        address: of the present head. epoch: of the latest head that was heard; messages of an earlier one are dropped.
     """
 
     def __init__(
-        self, address: Address, token: str, peer: PeerId, incoming: Any, settings: TransportSettings | None = None
+        self,
+        address: Address,
+        token: str,
+        peer: PeerId,
+        incoming: Any,
+        settings: TransportSettings | None = None,
+        *,
+        others: Sequence[Address] = (),
     ) -> None:
         self.address = address
+        self._others = deque(others)
         self.counters = TransportCounters()
         self.epoch = 0
         self._settings = settings or TransportSettings()
@@ -71,8 +87,8 @@ class Client:
         self._news = _News()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
-        _set_options(self._socket, token, peer, address, self._settings)
-        self._monitor = self._socket.get_monitor_socket(WATCHED_EVENTS)
+        _set_options(self._socket, token, peer, (address, *others), self._settings)
+        self._monitor = self._socket.get_monitor_socket(WATCHED_EVENTS | zmq.EVENT_CONNECTED)
         self._poller = zmq.Poller()
         for watched in (self._socket, self._monitor):
             self._poller.register(watched, zmq.POLLIN)
@@ -81,6 +97,11 @@ class Client:
     def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """To register in a poller of the caller's: when one is readable, call `receive(0)`."""
         return self._socket, self._monitor
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """Of all heads, the present one first."""
+        return self.address, *self._others
 
     @property
     def is_connected(self) -> bool:
@@ -99,6 +120,7 @@ class Client:
         """
         self._socket.connect(self.address.endpoint)
         began_s = time.monotonic()
+        self._news.move_on_s = began_s + _MOVE_ON_S
         while not self._news.is_connected and self._news.failures < _REFUSED_AFTER:
             waited_s = time.monotonic() - began_s
             if waited_s >= timeout_s:
@@ -107,6 +129,7 @@ class Client:
                 on_wait(waited_s)
             if self._monitor.poll(max(1, int(min(timeout_s - waited_s, _ON_WAIT_S) * 1000))):
                 self._read_monitor()
+            self._move_on_if_lost()
         if self._news.is_connected:
             self._news.is_reconnected = False
         elif self._news.failures:
@@ -115,8 +138,9 @@ class Client:
                 "listens there; copy the head's token file to this host"
             )
         else:
+            names = ", ".join(map(str, sorted(self.addresses)))
             raise UnreachableError(
-                f"no head answered at {self.address} within {timeout_s:g} s; check the address, that the head runs, "
+                f"no head answered at {names} within {timeout_s:g} s; check the address, that the head runs, "
                 "and that this port is open between the hosts"
             )
 
@@ -140,6 +164,7 @@ class Client:
         ready = dict(poller.poll(int(timeout_s * 1000)))
         if self._monitor in ready:
             self._read_monitor()
+        self._move_on_if_lost()
         return self._socket in ready
 
     def receive(self, timeout_s: float, limit: int = 256) -> list[Any]:
@@ -147,6 +172,7 @@ class Client:
         ready = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
         if self._monitor in ready:
             self._read_monitor()
+        self._move_on_if_lost()
         messages: list[msgspec.Struct] = []
         while self._socket in ready and len(messages) < limit:
             try:
@@ -185,6 +211,17 @@ class Client:
         self._socket.close(self._settings.linger_ms if linger_ms is None else linger_ms)
         self._context.term()
 
+    def _move_on_if_lost(self) -> None:
+        """Tries the next head when this one is away. What waits to be sent is lost with it: who leads asks anew."""
+        news, now = self._news, time.monotonic()
+        if news.is_connected or not self._others or now < news.move_on_s:
+            return
+        self._socket.disconnect(self.address.endpoint)
+        self._others.append(self.address)
+        self.address = self._others.popleft()
+        self._socket.connect(self.address.endpoint)
+        news.move_on_s, news.failures = now + _MOVE_ON_S, 0
+
     def _read_monitor(self) -> None:
         news = self._news
         while self._monitor.poll(0):
@@ -195,13 +232,16 @@ class Client:
             elif event & FAILED_EVENTS:
                 self.counters.refused += 1
                 news.failures += 1
+            elif event == zmq.EVENT_CONNECTED:
+                news.move_on_s = time.monotonic() + _SHAKE_HANDS_S
             elif event == zmq.EVENT_DISCONNECTED:
                 self.counters.disconnects += news.is_connected
-                news.is_connected = False
+                if news.is_connected:
+                    news.is_connected, news.move_on_s = False, 0.0
 
 
 def _set_options(
-    dealer: zmq.Socket[bytes], token: str, peer: PeerId, address: Address, settings: TransportSettings
+    dealer: zmq.Socket[bytes], token: str, peer: PeerId, addresses: Sequence[Address], settings: TransportSettings
 ) -> None:
     server, client = derive_keys(token, "server"), derive_keys(token, "client")
     dealer.curve_serverkey = server.public
@@ -209,4 +249,5 @@ def _set_options(
     dealer.setsockopt(zmq.IDENTITY, peer.encode())
     dealer.setsockopt(zmq.RECONNECT_IVL, settings.reconnect_ms)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, settings.reconnect_max_ms)
-    set_common_options(dealer, address, settings)
+    # Where one of them needs IPv6 the socket speaks both.
+    set_common_options(dealer, max(addresses, key=lambda address: address.needs_ipv6), settings)

@@ -30,7 +30,7 @@ from sonar.transport import (
 )
 from sonar.transport_client import Client
 from sonar.transport_keys import derive_keys, hkdf_sha256
-from sonar.transport_server import Server
+from sonar.transport_server import Office, Server
 
 LEAD = PeerId(PeerKind.LEAD, "m-0", 3)
 HELLO = LeadHello(incarnation=3, replica_id="m-0", pid=1)
@@ -346,3 +346,28 @@ def test_a_codec_never_raises(data) -> None:
 def test_names_survive_the_wire(name, generation) -> None:
     peer = PeerId(PeerKind.AGENT, name, generation)
     assert PeerId.decode(peer.encode()) == peer
+
+
+async def test_a_client_leaves_a_head_that_is_away_for_the_next(ends) -> None:
+    away = Address("127.0.0.1", 1)
+    client = Client(away, "token", LEAD, HeadToLead, SMALL, others=[ends.address])
+    await asyncio.to_thread(client.connect, 5.0)
+    assert client.address == ends.address and client.addresses == (ends.address, away)
+    client.send(HELLO)
+    await until(lambda: ends.received, "it arrives")
+    client.close(0)
+
+
+async def test_who_has_heard_a_later_head_obeys_no_earlier_one(ends) -> None:
+    client = await ends.connected()
+    ping = [Ping(incarnation=1, number=number) for number in range(3)]
+    for epoch, message in zip((7, 6, 8), ping, strict=True):
+        ends.server.office = Office(epoch)
+        assert ends.server.send(LEAD, message)
+    ends.server.office = Office(9, lambda: False)
+    assert not ends.server.send(LEAD, ping[0]), "a head that may have been replaced says nothing"
+    messages: list = []
+    while len(messages) < 2:
+        messages += await asyncio.to_thread(client.receive, 5.0)
+    assert messages == [ping[0], ping[2]] and client.epoch == 8
+    assert client.counters.dropped == {DropReason.DEPOSED: 1}

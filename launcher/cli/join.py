@@ -17,7 +17,11 @@ from launcher.cli.state import StateDir
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The head's address, and the agent's flags."""
-    parser.add_argument("head", metavar="HEAD[:PORT]", help=f"as `sonar head` says it (port: {DEFAULT_CONTROL_PORT})")
+    parser.add_argument(
+        "head",
+        metavar="HEAD[:PORT][,HEAD...]",
+        help=f"as `sonar head` says it (port: {DEFAULT_CONTROL_PORT}); of several heads all, separated by commas",
+    )
     parser.add_argument("--state-dir", type=Path, default=None, help="for logs (default: agent-NODE in the user's)")
     agent.add_arguments(parser)
     parser.set_defaults(log_level="info", parent_pid=0)

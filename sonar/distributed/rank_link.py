@@ -24,7 +24,7 @@ FAULT_LINGER_MS = 2000
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rank of what this is, and where its head listens."""
+    """Which rank of what this is, and where its head listens, or others that may lead instead."""
 
     head_host: str
     head_port: int
@@ -33,6 +33,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     rank: int
     world_size: int
+    other_heads: list[Address] = []
 
 
 class RankLink:
@@ -45,7 +46,8 @@ class RankLink:
     def __init__(self, spec: RankSpec) -> None:
         self.spec = spec
         peer = PeerId(PeerKind.RANK, f"{spec.replica_id}/{spec.rank}", spec.incarnation)
-        self._client = Client(Address(spec.head_host, spec.head_port), spec.token, peer, StoreReply)
+        head = Address(spec.head_host, spec.head_port)
+        self._client = Client(head, spec.token, peer, StoreReply, others=spec.other_heads)
         self._lock = threading.Lock()
         self._number = 0
         self._client.connect(CONNECT_TIMEOUT_S)

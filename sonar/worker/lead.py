@@ -39,6 +39,7 @@ class LeadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All that a lead, or another rank, is started with; made by its agent, on the same host.
 
     Attributes:
+        other_heads: addresses of further heads, of which one may lead instead.
         engine_entry: "module:function" that builds the engine (see `EngineBuilder`).
     """
 
@@ -50,6 +51,7 @@ class LeadSpec(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     engine_entry: str
     engine_config: EngineConfig
+    other_heads: list[Address] = []
 
 
 class Built(Protocol):
@@ -144,7 +146,8 @@ def main(spec: LeadSpec) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the head's to handle
     assert spec.rank == 0, f"rank {spec.rank} leads no replica"
     peer = PeerId(PeerKind.LEAD, spec.replica_id, spec.incarnation)
-    link = Client(Address(spec.head_host, spec.head_port), spec.token, peer, HeadToLead)
+    head = Address(spec.head_host, spec.head_port)
+    link = Client(head, spec.token, peer, HeadToLead, others=spec.other_heads)
     try:
         link.connect(CONNECT_TIMEOUT_S)
     except SonarError as error:
@@ -197,6 +200,7 @@ def rank_spec(spec: LeadSpec) -> RankSpec:
         incarnation=spec.incarnation,
         rank=spec.rank,
         world_size=spec.engine_config.parallel.world_size,
+        other_heads=spec.other_heads,
     )
 
 

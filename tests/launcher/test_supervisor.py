@@ -29,7 +29,7 @@ MARK = "SONAR_TEST_MARK=1"
 
 @pytest.fixture
 def supervisor(tmp_path):
-    made = Supervisor(tmp_path, MARK, Address("127.0.0.1", 1), "token", engine_table([]), time.monotonic)
+    made = Supervisor(tmp_path, MARK, lambda: [Address("127.0.0.1", 1)], "token", engine_table([]), time.monotonic)
     yield made
     made.kill_all()
     collect(made, len(made.running()))
