@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-constexpr int kMaxHeadDim = 512;
+constexpr int kMaxHeadDim = 576;  // latent attention: 512 and 64 rotated
 constexpr int kMaxUnitRows = 256;
 constexpr int kKeyTile = 64;  // keys whose softmax is formed on its own, by absolute position
 

@@ -11,7 +11,7 @@ from sonar.ops.table import AttentionMetadata, AttentionSpec
 
 # GGML's numbers of the types a cache may have.
 _CACHE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
-_MAX_HEAD_DIM = 512
+_MAX_HEAD_DIM = 576
 _MAX_GROUP = 256
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sonar.config import LayerKind, ModelConfig, ParallelConfig
-from sonar.distributed.shard_map import Span, make_shard_map, split
+from sonar.config import LayerKind, MlaConfig, ModelConfig, MoeConfig, ParallelConfig
+from sonar.distributed.shard_map import Cut, Span, make_shard_map, split
 from sonar.distributed.stages import measure_stages, plan_stages
 from sonar.errors import ConfigError
 
@@ -85,6 +85,46 @@ def test_every_element_has_as_many_owners_as_it_should(case, data):
     for i in range(num_query):
         assert fused[i] == 1
     assert all(fused[num_query + i] == fused[num_query + num_kv + i] == expected[i] for i in range(num_kv))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 700), st.integers(0, 700), st.data())
+def test_every_element_of_experts_and_latent_heads_is_owned_once(num_heads, inner, shared, data):
+    moe = MoeConfig(6, 2, inner, frozenset(range(4)), shared_intermediate_size=shared)
+    mla = MlaConfig(kv_lora_rank=20, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, q_lora_rank=24)
+    config = dataclasses.replace(model(num_heads, 1, head_dim=24), moe=moe, mla=mla)
+    tp_size = data.draw(st.integers(1, min(num_heads, inner)))
+    maps = [make_shard_map(config, tp_size, rank) for rank in range(tp_size)]
+    layer = "model.layers.2."
+    once = {
+        ("rows", f"{layer}mlp.experts.5.gate_proj.weight"): inner,
+        ("rows", f"{layer}mlp.experts.13.up_proj.bias"): inner,
+        ("columns", f"{layer}mlp.experts.0.down_proj.weight"): inner,
+        ("rows", f"{layer}mlp.shared_expert.up_proj.weight"): shared,
+        ("columns", f"{layer}mlp.shared_experts.down_proj.weight"): shared,
+        ("rows", f"{layer}self_attn.q_proj.weight"): num_heads * 24,
+        ("rows", f"{layer}self_attn.q_b_proj.weight"): num_heads * 24,
+        ("rows", f"{layer}self_attn.kv_b_proj.weight"): num_heads * 28,
+        ("columns", f"{layer}self_attn.o_proj.weight"): num_heads * 12,
+        ("rows", f"{layer}self_attn.sinks"): num_heads,
+    }
+    for (dimension, name), size in once.items():
+        assert owners(maps, name, dimension) == Counter(range(size)), name
+    whole = ("mlp.gate.weight", "mlp.gate.bias", "mlp.gate.e_score_correction_bias", "mlp.shared_expert_gate.weight")
+    for name in (*whole, "self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"):
+        assert all(shard.cut(layer + name) == Cut() for shard in maps), name
+    biases = [shard.cut(f"{layer}mlp.experts.1.down_proj.bias").is_zero for shard in maps]
+    assert biases == [False] + [True] * (tp_size - 1)
+    sizes = [shard.local_config().moe for shard in maps]
+    assert sum(part.intermediate_size for part in sizes) == inner
+    assert sum(part.shared_intermediate_size for part in sizes) == shared
+    assert all(shard.local_config().cache_shape == (1, 1, 28) for shard in maps)
+
+
+def test_more_ranks_than_features_of_an_expert_are_refused():
+    config = dataclasses.replace(model(4, 1), moe=MoeConfig(4, 1, 3, frozenset({0})))
+    with pytest.raises(ConfigError, match="experts of 3 features"):
+        make_shard_map(config, 4, 0)
 
 
 @settings(max_examples=100, deadline=None)
