@@ -28,9 +28,9 @@ STREAM = {"model": "tiny", "stream": True, "stream_options": {"include_usage": T
 class Server:
     """`sonar serve` in the foreground."""
 
-    def __init__(self, model: Path, state_home: Path, port: int) -> None:
+    def __init__(self, model: Path, state_home: Path, port: int, *flags: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        command = [*SONAR, "serve", str(model), "--port", str(port), *FLAGS]
+        command = [*SONAR, "serve", str(model), "--port", str(port), *FLAGS, *flags]
         environ = {**os.environ, "XDG_STATE_HOME": str(state_home)}
         self._log = state_home.with_suffix(".log").open("ab")
         self.process = subprocess.Popen(command, env=environ, stdout=self._log, stderr=self._log)
@@ -90,7 +90,7 @@ def test_a_killed_server_goes_on_with_its_streams(tmp_path: Path) -> None:
     for reader in whole:
         assert reader.read(server.url)
     for reader in broken:
-        assert reader.read(server.url, until=40)
+        assert reader.read(server.url, until=8)
     server.kill()
     server = Server(model, tmp_path / "state", port)
     server.wait("/health")
@@ -103,3 +103,29 @@ def test_a_killed_server_goes_on_with_its_streams(tmp_path: Path) -> None:
     # This engine is quick: the first stream may have ended before the kill, and is then read from the file alone.
     assert re.search(r"sonar_answers_readmitted_total [12]\.0", httpx.get(server.url + "/metrics").text)
     server.stop()
+
+
+def test_a_model_that_was_kept_goes_on_with_its_streams_and_is_not_loaded_again(tmp_path: Path) -> None:
+    model, port, keep = write_tiny_folder("llama", tmp_path / "model"), free_port(), ("--keep-workers", "30")
+    server = Server(model, tmp_path / "state", port, *keep)
+    server.wait("/ready")
+    host = psutil.Process(server.process.pid).children(recursive=True)
+    whole, broken = readers(), readers()
+    for reader in whole:
+        assert reader.read(server.url)
+    for reader in broken:
+        assert reader.read(server.url, until=8)
+    server.process.kill()
+    server.process.wait()
+    server = Server(model, tmp_path / "state", port, *keep)
+    server.wait("/ready")
+    assert all(process.is_running() for process in host)
+    for reader, unbroken in zip(broken, whole, strict=True):
+        assert reader.read(server.url)
+        assert reader.said() == unbroken.said()
+        assert logprobs_of(reader) == logprobs_of(unbroken)
+    metrics = httpx.get(server.url + "/metrics").text
+    assert "sonar_tokens_replayed_total 0.0" in metrics and "sonar_migrations_total 0.0" in metrics
+    server.stop()
+    _, left = psutil.wait_procs(host, timeout=10)
+    assert not left
