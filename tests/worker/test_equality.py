@@ -15,12 +15,21 @@ from tests.worker.request_mix import MAX_LEN, MAX_TOKENS, SAMPLINGS, everything,
 
 # Full layers alone, sliding layers alone, and both: one or two cache groups.
 FAMILIES = ("llama", "mistral", "gemma3")
-TIGHT_BYTES = {"llama": 11 * 16384, "mistral": 10 * 16384, "gemma3": 9 * 4 * 8192}
+# Latent blocks and grouped routing; sinks, experts with biases and two cache groups.
+EXPERT_FAMILIES = ("deepseek_v3", "gpt_oss")
+EVERY_FAMILY = (*FAMILIES, *EXPERT_FAMILIES)
+TIGHT_BYTES = {
+    "llama": 11 * 16384,
+    "mistral": 10 * 16384,
+    "gemma3": 9 * 4 * 8192,
+    "deepseek_v3": 11 * 7168,
+    "gpt_oss": 9 * 4 * 4096,
+}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {family: write_tiny_folder(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
+    return {family: write_tiny_folder(family, tmp_path_factory.mktemp(family)) for family in EVERY_FAMILY}
 
 
 def make_engine(folder, *, memory_bytes=16 << 20, max_num_requests=8, max_step_tokens=512, overlap=True, caching=True):
@@ -53,7 +62,7 @@ def alone(folders):
     return results
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("max_step_tokens", [512, 9])
 def test_mixed_and_chunked(folders, alone, family, overlap, max_step_tokens):
@@ -62,7 +71,7 @@ def test_mixed_and_chunked(folders, alone, family, overlap, max_step_tokens):
     engine.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_after_preemption(folders, alone, family, overlap):
     # Little more than one request of MAX_LEN takes: the later ones lose their blocks again and again.
@@ -72,7 +81,7 @@ def test_after_preemption(folders, alone, family, overlap):
     engine.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_with_a_prefix_hit(folders, alone, family):
     engine = make_engine(folders[family])
     assert run(engine, everything()) == alone[family]
@@ -82,7 +91,7 @@ def test_with_a_prefix_hit(folders, alone, family):
     engine.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_going_on_in_another_engine(folders, alone, family):
     for num_emitted in (1, 7, MAX_TOKENS - 1):
         engine = make_engine(folders[family])
@@ -94,7 +103,7 @@ def test_going_on_in_another_engine(folders, alone, family):
         engine.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_options_bear_on_the_output(alone, family):
     """What is compared above is neither empty nor plain greedy."""
     outputs = alone[family]
