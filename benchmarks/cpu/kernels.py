@@ -23,7 +23,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from sonar.ops import _cpu, cpu
-from sonar.ops.table import Activation, AttentionMetadata, AttentionSpec, GGUFMatrix, OpTable, PlainMatrix
+from sonar.ops.table import Activation, AttentionMetadata, AttentionSpec, GGUFMatrix, LayerParts, OpTable, PlainMatrix
 
 SHAPES = {"qkv 960x576": (960, 576), "gate_up 3072x576": (3072, 576), "down 576x1536": (576, 1536)}
 LARGE_SHAPES = {"head 49152x576": (49152, 576), "gate_up 17920x1536": (17920, 1536)}
@@ -215,13 +215,65 @@ def bench_rows(ceilings: Ceilings, rounds: int) -> None:
             )
 
 
+def bench_layer(ceilings: Ceilings, rounds: int) -> None:
+    """A whole layer of SmolLM2's shape in Q4_1: its weights' bytes, with few rows."""
+    spec = AttentionSpec(num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125)
+    ops = cpu.build(torch.device("cpu"), torch.float32, "int8")
+    assert ops.fused is not None and ops.fused.layer is not None
+    matrices = [random_matrix("Q4_1", *shape) for shape in ((960, 576), (576, 576), (3072, 576), (576, 1536))]
+    num_bytes = sum(matrix.raw_NX.numel() for matrix in matrices)
+    norm, layers = torch.ones(576), []
+    for _ in range(48):  # more than the caches hold
+        qkv, output, gate_up, down = (ops.linear([matrix], None) for matrix in matrices)
+        parts = LayerParts(
+            attention_norm_D=norm,
+            mlp_norm_D=norm,
+            norm_eps=1e-5,
+            qkv=qkv,
+            output=output,
+            cos_sin_PR=torch.randn(4096, 64),
+            q_norm_E=None,
+            k_norm_E=None,
+            head_norm_eps=0.0,
+            spec=spec,
+            gate_up=gate_up,
+            down=down,
+            activation=Activation.SILU,
+        )
+        layers.append(ops.fused.layer(parts))
+    for num_tokens in (1, 4, 16):
+        ones, last = torch.ones(num_tokens, dtype=torch.int32), torch.full((num_tokens,), 99, dtype=torch.int64)
+        _, cache, table = attention_step([1] * num_tokens, [100] * num_tokens, spec)
+        metadata = AttentionMetadata(
+            table, table[:, 6].long() * 16 + 3, torch.arange(num_tokens + 1, dtype=torch.int32), ones * 100,
+            num_tokens, 1, 100,
+        )  # fmt: skip
+        residual, turn = torch.randn(num_tokens, 576), iter(range(1 << 60))
+        seconds = median_seconds(
+            lambda a=(residual, last, cache, metadata), turn=turn: layers[next(turn) % len(layers)](*a),  # type: ignore[misc]
+            rounds,
+        )
+        rate, operations = (
+            num_bytes / seconds,
+            2 * num_tokens * sum(m.shape[0] * m.shape[1] for m in matrices) / seconds,
+        )
+        print(
+            f"layer            rows {num_tokens:4}  {seconds * 1e6:9.1f} us  {rate / 1e9:6.1f} GB/s"
+            f" ({rate / ceilings.read:4.0%})  {operations / 1e9:7.0f} GOP/s ({operations / ceilings.integer_ops:4.0%})",
+            flush=True,
+        )
+
+
+BENCHES = {"linear": bench_linear, "attention": bench_attention, "rows": bench_rows, "layer": bench_layer}
+
+
 def main() -> None:
     """Measures the ceilings, then each kind of kernel."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--level", default="", help=f"one of {_cpu.levels()}; the best by default")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", choices=("linear", "attention", "rows"), default=None)
+    parser.add_argument("--only", choices=tuple(BENCHES), default=None)
     arguments = parser.parse_args()
     level = cpu.set_level(arguments.level)
     torch.set_num_threads(arguments.threads)  # the kernels take as many as torch may use
@@ -232,7 +284,7 @@ def main() -> None:
         f"f32 {ceilings.float_ops / 1e9:.0f} GFLOP/s, integer {ceilings.integer_ops / 1e9:.0f} GOP/s",
         flush=True,
     )
-    for name, bench in (("linear", bench_linear), ("attention", bench_attention), ("rows", bench_rows)):
+    for name, bench in BENCHES.items():
         if arguments.only in (None, name):
             bench(ceilings, arguments.rounds)
 

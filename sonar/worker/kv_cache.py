@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sonar.errors import CapacityError
 from sonar.kvcache.groups import CacheGroup
+from sonar.ops.cpu_arena import map_zeros
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,8 @@ def _allocate(layout: CacheLayout, group: int, num_blocks: int, device: torch.de
     needed = num_blocks * layout.block_bytes(group)
     try:
         if device.type == "cpu" and needed:  # a pipeline stage may have no layer of the group
-            # calloc: the system commits a block's memory when it is first written, so an idle cache costs nothing.
-            raw = torch.from_numpy(np.zeros(needed, dtype=np.uint8))
-            return raw.view(layout.dtype).view(num_blocks, *block)
+            # The system commits memory when it is first written, so an idle cache costs nothing.
+            return map_zeros(needed).view(layout.dtype).view(num_blocks, *block)
         return torch.zeros((num_blocks, *block), dtype=layout.dtype, device=device)
     except (MemoryError, torch.OutOfMemoryError) as error:
         available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
