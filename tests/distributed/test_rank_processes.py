@@ -21,6 +21,9 @@ QUICK = {
     ("mistral", "pp2"),
     ("gemma3", "pp4"),
     ("gpt2", "tp2pp2"),
+    ("qwen3_moe", "tp2"),
+    ("deepseek_v3", "tp4"),
+    ("gpt_oss", "tp2pp2"),
 }
 CASES = [
     pytest.param(family, shape, marks=() if (family, shape) in QUICK else pytest.mark.slow)
