@@ -17,6 +17,7 @@ from sonar.errors import ConfigError
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 MAX_NAME_LENGTH = 100
 DEFAULT_CONTROL_PORT = 2243
+TOKEN_FILE = "join.token"  # in a head's folder, unless it is told another place
 
 
 def check_name(kind: str, name: str) -> None:
@@ -261,4 +262,4 @@ class ClusterConfig:
     @property
     def token_path(self) -> Path:
         """Where the join token lies."""
-        return self.token_file or self.state_dir / "join.token"
+        return self.token_file or self.state_dir / TOKEN_FILE

@@ -135,7 +135,7 @@ class ControlPlane:
             self.table.recovery.has_begun = True
         self.rendezvous = Rendezvous()
         self.peers = PeerRelay(self, self.state)
-        self._operators = OperatorDesk(self.state, self.feed, self.status, versions)
+        self._operators = OperatorDesk(self.state, self.feed, self.status, versions, self.table.timelines)
         self._clock = clock
         self._versions = versions
         self._next_table_tick_s = 0.0

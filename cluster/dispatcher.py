@@ -13,7 +13,9 @@ from typing import NamedTuple, Protocol
 
 from cluster.journal import Journal
 from cluster.open_request import OpenRequest, RequestCounters
+from cluster.routing.least_work import Decision
 from cluster.routing.routes import Route, RouteTable
+from cluster.timelines import Timelines
 from sonar.messages import Abort, HeadToLead, KVSource, Resume, Submit, TakeRoll
 
 # Until a replica is asked again what it has; and until an attempt is given up whose tokens it was asked for.
@@ -53,11 +55,12 @@ class _Source(NamedTuple):
 class Dispatcher:
     """Owner of the waiting requests and of the routes."""
 
-    def __init__(self, journal: Journal, link: LeadLink, counters: RequestCounters) -> None:
+    def __init__(self, journal: Journal, link: LeadLink, counters: RequestCounters, timelines: Timelines) -> None:
         self.routes: RouteTable[OpenRequest] = RouteTable()
         self._journal = journal
         self._link = link
         self._counters = counters
+        self._timelines = timelines
         self._queues: dict[str, _Queue] = {}
         self._least_remote: dict[str, int] = {}
         self._resuming: deque[tuple[float, Route[OpenRequest], str]] = deque()
@@ -81,6 +84,9 @@ class Dispatcher:
 
     def put_back(self, request: OpenRequest, now: float) -> None:
         """A request's attempt broke off: it waits again, ahead of those admitted after it."""
+        entry = request.entry
+        where = f"{entry.replica_id} incarnation {entry.incarnation}"
+        self._note(request, f"its attempt at {where} is over after {request.num_emitted} tokens; waits for a replica")
         self._journal.assign(request.entry, "", 0)
         self._counters.migrations += 1
         request.broken_s = request.broken_s or now
@@ -124,6 +130,8 @@ class Dispatcher:
         attempt = route.attempts[wire_id]
         assert attempt.request is not None, wire_id
         attempt.resume_due_s = now + RESUME_S
+        num_seen = attempt.request.num_emitted
+        self._note(attempt.request, f"{route.replica_id} is asked to tell what follows token {num_seen} again")
         self._resuming.append((attempt.resume_due_s, route, wire_id))
         message = Resume(incarnation=route.incarnation, request_id=wire_id, first=attempt.request.num_emitted)
         if not self._link.send_to_lead(route.replica_id, route.incarnation, message):
@@ -203,6 +211,7 @@ class Dispatcher:
                 else:
                     route.add(entry.wire_id, request, uncached, source and source.route)
                 self._counters.tokens_replayed += len(emitted)
+                self._note(request, _sent(route, source, decision, len(tokens)))
                 return True
             route.set_reachable(False)
         self._journal.assign(entry, "", 0)
@@ -225,6 +234,19 @@ class Dispatcher:
             return None
         return _Source(holder[0], least, holder[1])
 
+    def _note(self, request: OpenRequest, text: str) -> None:
+        self._timelines.note(request.entry.request.request_id, text)
+
     def _send_abort(self, route: Route[OpenRequest], wire_id: str) -> None:
         abort = Abort(incarnation=route.incarnation, request_id=wire_id)
         self._link.send_to_lead(route.replica_id, route.incarnation, abort)
+
+
+def _sent(route: Route[OpenRequest], source: _Source | None, decision: Decision, num_tokens: int) -> str:
+    best, *others = decision.scores
+    text = f"sent to {route.replica_id} incarnation {route.incarnation}"
+    text += f": {best.uncached} of {num_tokens} tokens to compute"
+    if source is not None:
+        text += f", with the KV blocks of {source.route.replica_id}"
+    rest = ", ".join(f"{score.replica_id} {score.total}" for score in others[:3])
+    return f"{text}; cost {best.total}" + (f" against {rest}" if rest else "")

@@ -13,7 +13,7 @@ import msgspec
 from cluster.journal import JournalEntry
 from cluster.streams import RequestStream
 from cluster.suspects import Strikes
-from sonar.messages import FinishReason, KVFetchRecord, TokenEvent
+from sonar.messages import FinishReason, TokenEvent
 
 MAX_PAUSES_KEPT = 10_000
 
@@ -26,7 +26,6 @@ class OpenRequest:
         queued_s: since when it has been waiting for a replica.
         broken_s: since when its replica is dead; None while tokens can flow.
         awaits_holder: an earlier head began it; it is sent nowhere until it is known which replica has it, if any.
-        kv_fetch: what became of the prompt's KV blocks that another replica computed, in the latest attempt.
         has_prompt_news: the first event's prompt figures were handed out; a later attempt's are not, again.
     """
 
@@ -38,7 +37,6 @@ class OpenRequest:
     broken_s: float | None = None
     awaits_holder: bool = False
     has_prompt_news: bool = False
-    kv_fetch: KVFetchRecord | None = None
     is_done: bool = False
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from cluster.status import ClusterStatus
+from cluster.timelines import Timeline
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -58,7 +59,16 @@ class RestartDeployment(_Message, frozen=True, kw_only=True):
     name: str
 
 
-OperatorToHead = StatusAsked | ProbeAsked | DrainNode | ScaleDeployment | RemoveDeployment | RestartDeployment
+class ExplainAsked(_Message, frozen=True, kw_only=True):
+    """Operator -> head: what happened to a request; its id, an answer's id, or a part of either. Answered by
+    `Explanation`."""
+
+    request: str
+
+
+OperatorToHead = (
+    StatusAsked | ProbeAsked | DrainNode | ScaleDeployment | RemoveDeployment | RestartDeployment | ExplainAsked
+)
 
 
 # --- head -> operator -----------------------------------------------------------------------------------------------
@@ -70,6 +80,12 @@ class StatusAnswer(_Message, frozen=True, kw_only=True):
     status: ClusterStatus
     versions: dict[str, str]
     unix_s: float
+
+
+class Explanation(_Message, frozen=True, kw_only=True):
+    """Head -> operator: the timelines of the sequences it knows by that id, the latest last."""
+
+    timelines: list[Timeline]
 
 
 class Accepted(_Message, frozen=True, kw_only=True):
@@ -84,4 +100,4 @@ class Declined(_Message, frozen=True, kw_only=True):
     reason: str
 
 
-HeadToOperator = StatusAnswer | Accepted | Declined
+HeadToOperator = StatusAnswer | Explanation | Accepted | Declined

@@ -24,6 +24,8 @@ from cluster.operator_messages import (
     Accepted,
     Declined,
     DrainNode,
+    ExplainAsked,
+    Explanation,
     HeadToOperator,
     OperatorToHead,
     ProbeAsked,
@@ -35,6 +37,7 @@ from cluster.operator_messages import (
 )
 from cluster.state import ClusterState
 from cluster.status import ClusterStatus
+from cluster.timelines import Timelines
 from sonar.errors import ConfigError
 
 _UNTIL_RESTART = "holds until the head's next start; change its file too"
@@ -45,6 +48,7 @@ class OperatorDesk:
 
     Args:
         feed: takes an event in. status: a snapshot of now. versions: the head's own.
+        timelines: of the requests.
     """
 
     def __init__(
@@ -53,17 +57,21 @@ class OperatorDesk:
         feed: Callable[[Event], None],
         status: Callable[[], ClusterStatus],
         versions: Mapping[str, str],
+        timelines: Timelines,
     ) -> None:
         self._state = state
         self._feed = feed
         self._status = status
         self._versions = dict(versions)
+        self._timelines = timelines
 
     def answer(self, message: OperatorToHead) -> HeadToOperator:
         """Does what was asked, or says why not."""
         match message:
             case StatusAsked():
                 return StatusAnswer(status=self._status(), versions=self._versions, unix_s=time.time())
+            case ExplainAsked(request=request):
+                return Explanation(timelines=self._timelines.find(request))
             case ProbeAsked(number=number):
                 self._feed(ProbeRequested(number))
                 return Accepted(text=f"{len(self._state.nodes_here)} nodes try each other")

@@ -22,8 +22,9 @@ from cluster.open_request import OpenRequest, RequestCounters, news_of, terminal
 from cluster.routing.routes import Route
 from cluster.streams import RequestStream
 from cluster.suspects import strike_all
+from cluster.timelines import Timelines
 from sonar.errors import CapacityError, UserError
-from sonar.messages import FinishReason, KVEvents, LeadReady, LeadStats, Roll, TokenEvent, Tokens
+from sonar.messages import FinishReason, KVEvents, KVFetchRecord, LeadReady, LeadStats, Roll, TokenEvent, Tokens
 
 Clock = Callable[[], float]
 # What a `Submit` may hold, so that it fits a frame of the transport also when as many tokens have been emitted: a token
@@ -40,6 +41,7 @@ class RequestTable:
 
     Attributes:
         recovery: begun by whoever knows that replicas of an earlier head may run, before the first request.
+        timelines: what has happened to each request.
     """
 
     def __init__(self, journal: Journal, link: LeadLink, clock: Clock) -> None:
@@ -47,7 +49,8 @@ class RequestTable:
         self.recovery = Recovery(clock())
         self._journal = journal
         self._clock = clock
-        self._dispatcher = Dispatcher(journal, link, self.counters)
+        self.timelines = Timelines()
+        self._dispatcher = Dispatcher(journal, link, self.counters, self.timelines)
         self._routes = self._dispatcher.routes
         self._deployments: dict[str, DeploymentConfig] = {}
         self._open: dict[str, OpenRequest] = {}
@@ -114,6 +117,7 @@ class RequestTable:
         entry = self._journal.admit(request)
         opened = OpenRequest(entry, config.name, RequestStream(), self._clock())
         opened.has_prompt_news = bool(entry.emitted_token_ids)
+        self.timelines.note(request.request_id, _accepted(request))
         self._open[request.request_id] = opened
         opened.awaits_holder = self.recovery.has_begun and request.emitted_token_ids is not None
         self._dispatcher.put(opened, self._clock())
@@ -289,14 +293,20 @@ class RequestTable:
             self._deliver(request, news_of(event, request))
 
     def _deliver(self, request: OpenRequest, event: TokenEvent) -> None:
-        request.kv_fetch = event.kv_fetch or request.kv_fetch
+        if event.kv_fetch is not None:
+            self.timelines.note(event.request_id, _fetched(event.kv_fetch))
         if event.token_ids:
             self._journal.append(request.entry, event.token_ids)
             self.counters.tokens += len(event.token_ids)
-            request.has_prompt_news = True
+            if not request.has_prompt_news:
+                request.has_prompt_news = True
+                cached = f"; {event.num_cached_tokens} prompt tokens were cached" if event.num_cached_tokens > 0 else ""
+                self.timelines.note(event.request_id, f"first token{cached}")
             if request.broken_s is not None:
-                self.counters.count_pause(self._clock() - request.broken_s)
+                pause_s = self._clock() - request.broken_s
+                self.counters.count_pause(pause_s)
                 request.broken_s = None
+                self.timelines.note(event.request_id, f"goes on with token {event.first + 1} after {pause_s:.2f} s")
             if request.strikes.clear_by_progress(request.num_emitted):
                 self._dispatcher.run(request.deployment)  # the next suspect may go
         if event.finish is not None:
@@ -330,9 +340,31 @@ class RequestTable:
         assert event.finish is not None and not request.is_done
         request.is_done = True
         del self._open[request.entry.request.request_id]
+        num_tokens = request.num_emitted
+        error = f": {event.error}" if event.error else ""
+        self.timelines.end(
+            request.entry.request.request_id, f"ended ({event.finish.value}), {num_tokens} tokens{error}"
+        )
         self._journal.close(request.entry, event.finish)
         self.counters.finished[event.finish] += 1
         request.stream.push(event)
+
+
+def _accepted(request: GenerateRequest) -> str:
+    again = (
+        "" if request.emitted_token_ids is None else f"; {len(request.emitted_token_ids)} tokens under an earlier head"
+    )
+    return f"accepted for {request.model}: {len(request.prompt_token_ids)} prompt tokens{again}"
+
+
+def _fetched(fetch: KVFetchRecord) -> str:
+    where = f"{fetch.replica_id} incarnation {fetch.incarnation}"
+    text = (
+        f"KV blocks of {fetch.tokens} tokens ({fetch.bytes_read / 2**20:.1f} MiB) came from {where}: "
+        f"asked after {fetch.asked_s:.3f} s, the first could be read after {fetch.first_s:.3f} s, "
+        f"done after {fetch.done_s:.3f} s"
+    )
+    return text + (f"; the rest was computed: {fetch.error}" if fetch.error else "")
 
 
 def _check_size(request: GenerateRequest) -> None:

@@ -61,7 +61,8 @@ class HeadContact:
             if args.token_file is None:
                 raise UserError("--head needs --token-file: a copy of that head's join token", param="token_file")
             return cls(parse_address(args.head, DEFAULT_CONTROL_PORT), read_token(args.token_file))
-        records = [record for record in StateDir.of_user(environ).records() if record.control]
+        port = getattr(args, "port", None)
+        records = [r for r in StateDir.of_user(environ).records() if r.control and port in (None, r.port)]
         if len(records) != 1:
             there = ", ".join(record.control for record in records) or "none"
             raise UserError(f"heads of this user on this host: {there}; name one with --head and --token-file")

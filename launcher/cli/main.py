@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench": ("launcher.cli.bench", "measure: offline, latency, serve"),
     "sim": ("launcher.cli.sim", "simulate a cluster of thousands of hosts under the head's real code"),
     "status": ("launcher.cli.status", "servers of this user; nodes and replicas of a cluster"),
+    "explain": ("launcher.cli.explain", "what happened to one request, and when"),
     "drain": ("launcher.cli.drain", "take a host of a cluster out of work"),
     "scale": ("launcher.cli.scale", "change a deployment's number of replicas"),
     "restart": ("launcher.cli.restart", "start a deployment's replicas anew, one after the other"),

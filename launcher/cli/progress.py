@@ -68,7 +68,7 @@ class StartDisplay:
     """Implements `cluster.head.HeadObserver`.
 
     Args:
-        on_listening: told the port; returns the address for clients.
+        on_listening: told the HTTP port and where the head is; returns the address for clients.
         stream: where to; None = stdout.
     """
 
@@ -77,7 +77,7 @@ class StartDisplay:
         model: str,
         *,
         has_keys: bool,
-        on_listening: Callable[[int], str],
+        on_listening: Callable[[int, str], str],
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -95,7 +95,7 @@ class StartDisplay:
         self._was_ready = False
 
     def on_listening(self, http: Address, control: Address) -> None:
-        self._url = self._register(http.port)
+        self._url = self._register(http.port, str(control))
         self._print(f"  listening on {self._url} (not ready yet)")
 
     def on_status(self, status: ClusterStatus) -> None:

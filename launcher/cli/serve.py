@@ -179,7 +179,7 @@ def _serve(
 ) -> int:
     from cluster.api.settings import ApiSettings
     from cluster.api.tokenizers import tokenizer_loader
-    from cluster.config import DeploymentConfig, Timeouts
+    from cluster.config import TOKEN_FILE, DeploymentConfig, Timeouts
     from cluster.local import LocalOptions, serve_local
     from launcher.agent import local_agent_command
     from sonar import __version__
@@ -211,7 +211,12 @@ def _serve(
         keep_workers_s=args.keep_workers,
     )
     registration = Registration(state, args.host, model)
-    display = StartDisplay(model, has_keys=bool(keys), on_listening=registration.register)
+    token_file = str(options.state_dir / TOKEN_FILE)
+
+    def register(port: int, control: str) -> str:
+        return registration.register(port, control, token_file)
+
+    display = StartDisplay(model, has_keys=bool(keys), on_listening=register)
     try:
         result = serve_local(
             options,

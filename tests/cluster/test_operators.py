@@ -7,11 +7,13 @@ import dataclasses
 import pytest
 
 from cluster.commands import SendToAgent
-from cluster.events import DeploymentApplied, Event, NodeRegistered, PeersReached
+from cluster.events import DeploymentApplied, Event, NodeRegistered, PeersReached, StopRequested
 from cluster.operator_messages import (
     Accepted,
     Declined,
     DrainNode,
+    ExplainAsked,
+    Explanation,
     ProbeAsked,
     RemoveDeployment,
     RestartDeployment,
@@ -22,9 +24,11 @@ from cluster.operator_messages import (
 from cluster.operators import OperatorDesk
 from cluster.records import ReplicaState
 from cluster.status import ClusterStatus
+from cluster.timelines import Timelines
 from sonar.messages import Drained
 from tests.cluster.world import World, deployment
 
+TIMELINES = Timelines()
 EMPTY = ClusterStatus(nodes=[], replicas=[], num_open_requests=0, is_stopping=False)
 
 
@@ -32,7 +36,7 @@ def desk_of(world: World) -> OperatorDesk:
     def feed(event: Event) -> None:
         world.handle(event)
 
-    return OperatorDesk(world.state, feed, lambda: EMPTY, {"sonar": "1"})
+    return OperatorDesk(world.state, feed, lambda: EMPTY, {"sonar": "1"}, TIMELINES)
 
 
 @pytest.fixture
@@ -48,6 +52,15 @@ def world() -> World:
 def test_the_status_is_the_snapshot(world: World) -> None:
     answer = desk_of(world).answer(StatusAsked())
     assert isinstance(answer, StatusAnswer) and (answer.status, answer.versions) == (EMPTY, {"sonar": "1"})
+
+
+def test_a_request_is_explained_also_while_the_head_stops(world: World) -> None:
+    timelines = Timelines()
+    timelines.note("abc-0", "accepted")
+    desk = OperatorDesk(world.state, lambda event: None, lambda: EMPTY, {}, timelines)
+    world.handle(StopRequested())
+    answer = desk.answer(ExplainAsked(request="cmpl-abc"))
+    assert isinstance(answer, Explanation) and [t.request_id for t in answer.timelines] == ["abc-0"]
 
 
 def test_a_probe_is_sent_to_every_node_with_the_addresses_of_the_others(world: World) -> None:

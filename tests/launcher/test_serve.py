@@ -146,7 +146,7 @@ def status(*replicas: ReplicaStatus, is_stopping: bool = False) -> ClusterStatus
 def test_a_start_is_shown_phase_by_phase_then_the_address_once() -> None:
     out = io.StringIO()
     display = StartDisplay(
-        "m", has_keys=False, on_listening=lambda port: f"http://h:{port}", stream=out, clock=lambda: 5.0
+        "m", has_keys=False, on_listening=lambda port, control: f"http://h:{port}", stream=out, clock=lambda: 5.0
     )
     display.on_listening(Address("127.0.0.1", 80), Address("127.0.0.1", 81))
     display.on_status(status(replica("placing")))
@@ -162,7 +162,7 @@ def test_a_start_is_shown_phase_by_phase_then_the_address_once() -> None:
 
 def test_a_lost_replica_and_its_return_are_shown() -> None:
     out = io.StringIO()
-    display = StartDisplay("m", has_keys=True, on_listening=str, stream=out)
+    display = StartDisplay("m", has_keys=True, on_listening=lambda port, control: "", stream=out)
     display.on_status(status(replica("ready")))
     assert "Authorization: Bearer" in out.getvalue()
     display.on_status(status(replica("backoff", last_end="signal SIGKILL")))
