@@ -25,7 +25,9 @@ def network(tmp_path: Path) -> Iterator[Network]:
         yield network
 
 
-def start(network: Network, model: str, token: Path, names: tuple[str, ...]) -> tuple[Host, Running]:
+def start(
+    network: Network, model: str, token: Path, names: tuple[str, ...], max_model_len: int = 512
+) -> tuple[Host, Running]:
     """A head on a host of its own, and two others that serve a deployment of each shape."""
     deployments = "".join(
         f"""
@@ -40,7 +42,7 @@ activations = "float32"
 [deployment.cache]
 memory_bytes = "96MiB"
 [deployment.scheduler]
-max_model_len = 1280
+max_model_len = {max_model_len}
 """
         for name in names
     )
@@ -90,7 +92,7 @@ def test_ranks_on_two_hosts_give_the_tokens_of_one(network: Network, tmp_path: P
 
 @pytest.mark.slow
 def test_the_demo_model_over_two_hosts_gives_the_golden_tokens(network: Network, smollm2, tmp_path: Path) -> None:
-    head, process = start(network, str(smollm2.path), tmp_path / "join.token", ("tp", "pp"))
+    head, process = start(network, str(smollm2.path), tmp_path / "join.token", ("tp", "pp"), 1280)
     for name in ("tp", "pp"):
         for case in GOLDEN.values():
             margins = case["top2_logit_margin"]
