@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.status import ClusterStatus, NodeStatus
+from cluster.versions import NCCL
 
 MAX_SKEW_S = 2.0
 MIN_DISK_BYTES = 1 << 30
 MIN_MEMORY_BYTES = 512 << 20
 SLOW_PEER_S = 0.05
 # A stream that moves to another host goes on with the same tokens only if the same code computes it there.
-COMPARED = ("torch", "transformers", "python", "nixl-cu13", "nixl-cu12")
+COMPARED = ("torch", "transformers", "python", "nixl-cu13", "nixl-cu12", *NCCL)
 
 
 @dataclass(frozen=True)

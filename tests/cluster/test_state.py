@@ -65,6 +65,25 @@ def test_a_replica_waits_for_a_node_and_says_so() -> None:
     assert world.state.replicas["m-0"].state is ReplicaState.STARTING
 
 
+def test_a_host_that_joins_late_takes_what_had_no_place_and_moves_nothing_that_serves() -> None:
+    world = World()
+    world.join("a", num_devices=2)
+    world.handle(DeploymentApplied(deployment(replicas=3, device="cuda")))
+    world.settle(0.5)
+    before = {
+        name: (world.state.replicas[name].incarnation, world.state.replicas[name].ranks[0].node_id)
+        for name in world.ready()
+    }
+    assert sorted(before) == ["m-0", "m-1"] and "more than are free" in world.state.replicas["m-2"].note
+    world.join("b", num_devices=4)
+    world.settle(0.5)
+    after = {
+        name: (world.state.replicas[name].incarnation, world.state.replicas[name].ranks[0].node_id)
+        for name in world.ready()
+    }
+    assert after.pop("m-2")[1] == "b" and after == before
+
+
 def test_a_replica_that_no_host_can_hold_says_so_once_and_in_its_note() -> None:
     world = World()
     for name in "ab":
