@@ -557,7 +557,7 @@ class OpTable:
     Attributes:
         name: what the log and `LeadReady.ops_backend` say.
         fused: None where the backend has none.
-        is_capturable: every op may be captured in a CUDA graph: no host wait, launches that depend on shapes alone.
+        is_capturable: what dense models call may be captured in a CUDA graph: no host wait, launches by shapes alone.
             `rope_kv_write` then writes no token of a negative slot, and attention gives zeros for a seq_len of 0.
         parallel: the ranks that hold the other parts of the layers; None when the rank holds whole layers.
         expert_parallel: the ranks that hold the other experts; None when the rank holds all.

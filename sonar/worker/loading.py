@@ -110,7 +110,8 @@ def load_runner(
     )
     progress("measure memory", 0, 0)
     vocabulary = Vocabulary(whole.vocab_size, whole.eos_token_ids)
-    builder = RunnerBuilder(model, layout, ops, vocabulary, device, resolved, local.hidden_size, ranks)
+    capture = can_capture(device, ops, local)
+    builder = RunnerBuilder(model, layout, ops, vocabulary, device, resolved, local.hidden_size, capture, ranks)
     use = MemoryUse(weights_bytes, measure_activations(builder.build, layout, local, resolved))
     (resolved, cache_rows), num_blocks = resolve_cache(
         resolved,
@@ -145,7 +146,11 @@ def load_runner(
 
 @dataclass(frozen=True)
 class RunnerBuilder:
-    """Makes runners of one model over caches of different sizes: one to measure with, one to serve."""
+    """Makes runners of one model over caches of different sizes: one to measure with, one to serve.
+
+    Attributes:
+        can_capture: see the function of this name.
+    """
 
     model: Model
     layout: CacheLayout
@@ -154,6 +159,7 @@ class RunnerBuilder:
     device: torch.device
     config: EngineConfig
     hidden_size: int
+    can_capture: bool
     ranks: Ranks | None = None
 
     def build(self, num_blocks: tuple[int, ...]) -> ModelRunner:
@@ -175,7 +181,7 @@ class RunnerBuilder:
             self.vocabulary,
             self.device,
             threads,
-            self.device.type == "cuda" and self.ops.is_capturable and self.ranks is None,
+            self.ranks is None and self.can_capture,
             self.ops.parallel,
             experts=self.ranks.balance() if self.ranks else None,
         )
@@ -184,6 +190,15 @@ class RunnerBuilder:
             stage = PipelineStage(links, slots.history, self.hidden_size, DTYPES[self.config.dtype], self.device)
             parts = replace(parts, stage=stage, max_under_way=max(MAX_UNDER_WAY, links.num_stages))
         return ModelRunner(parts)
+
+
+def can_capture(device: torch.device, ops: OpTable, model: ModelConfig) -> bool:
+    """Whether decode steps may be captured in CUDA graphs.
+
+    Not with experts, whose reference op reads on the host how many rows each of them has; not with latent attention,
+    whose reference op takes the padding's slot -1 for the last one of the cache.
+    """
+    return device.type == "cuda" and ops.is_capturable and model.moe is None and model.mla is None
 
 
 def _find_device(config: EngineConfig) -> torch.device:

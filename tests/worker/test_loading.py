@@ -10,7 +10,10 @@ import torch
 
 from sonar.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from sonar.errors import CapacityError, ConfigError, ModelError
-from sonar.worker.loading import load_runner
+from sonar.model_config import load_model_config
+from sonar.model_source import resolve_model
+from sonar.ops.registry import select_ops
+from sonar.worker.loading import can_capture, load_runner
 from sonar.worker.profile import estimate_activations, largest_steps
 from sonar.worker.resolve import Machine
 from tests.tiny import write_tiny_folder
@@ -103,5 +106,15 @@ def test_threads_bind_torch_in_the_runners_thread(folder):
 
 def test_ranks_are_refused_without_a_head_that_starts_them(folder):
     config = dataclasses.replace(CONFIG, model=folder, parallel=ParallelConfig(tp_size=2))
-    with pytest.raises(ConfigError, match="tp_size=2, pp_size=1: ranks are processes that a head starts; use `sonar s"):
+    with pytest.raises(ConfigError, match="tp_size=2, pp_size=1, ep_size=1: ranks are processes that a head starts; use"):
         load_runner(config, machine=MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"), [("llama", True), ("qwen3", True), ("qwen3_moe", False), ("deepseek_v3", False)]
+)
+def test_graphs_are_for_models_whose_ops_never_read_on_the_host(tmp_path, family, expected):
+    config = load_model_config(resolve_model(str(write_tiny_folder(family, tmp_path))))
+    ops = dataclasses.replace(select_ops(torch.device("cpu"), torch.float32, "reference"), is_capturable=True)
+    assert can_capture(torch.device("cuda"), ops, config) is expected
+    assert not can_capture(torch.device("cpu"), ops, config)
