@@ -35,3 +35,15 @@ def map_file(path: Path) -> npt.NDArray[np.uint8]:
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
     return np.frombuffer(mapped, dtype=np.uint8)
+
+
+def release_pages(data: npt.NDArray[np.uint8]) -> None:
+    """Gives back the memory that what was read of a `map_file` takes; reading it again takes it from the page cache.
+
+    Args:
+        data: the whole file, as `map_file` returned it. Views of it stay as they are.
+    """
+    view: object = data.base
+    assert isinstance(view, memoryview) and isinstance(view.obj, mmap.mmap), f"not a mapped file: {type(view)}"
+    if hasattr(mmap, "MADV_DONTNEED"):
+        view.obj.madvise(mmap.MADV_DONTNEED)  # of a private mapping that nobody has written to: nothing is lost

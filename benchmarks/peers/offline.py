@@ -92,13 +92,16 @@ def open_llama_cpp(model: str, threads: int, _: str) -> Generate:
 
 
 def open_transformers(model: str, threads: int, _: str) -> Generate:
-    """transformers' `generate`, greedy, weights widened to float32."""
+    """transformers' `generate`, greedy, in float32 with random weights: the file gives the shapes alone."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
     torch.set_num_threads(threads)
     path = Path(model)
-    loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    family = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM}[config.model_type]
+    loaded = family(config).float()
+    loaded.generation_config.eos_token_id = None
 
     def generate(prompts: list[list[int]], num_out: int) -> float:
         begin = time.perf_counter()

@@ -9,6 +9,7 @@ from torch import Tensor
 from sonar.config import ModelConfig
 from sonar.errors import ModelError
 from sonar.gguf_file import SERVED_TYPES, GGUFFile, GGUFTensor
+from sonar.mapped_file import release_pages
 from sonar.ops.table import GGUFMatrix, Matrix, PlainMatrix
 from sonar.weights.gguf_names import GGUFNames
 
@@ -66,6 +67,10 @@ class GGUFWeights:
     def sizes(self) -> dict[str, int]:
         """See `WeightSource.sizes`."""
         return {self._names.to_hf(name): tensor.size_bytes for name, tensor in self._file.tensors.items()}
+
+    def release_pages(self) -> None:
+        """Gives back the memory of what was read; see `sonar.mapped_file.release_pages`. Matrices stay as they are."""
+        release_pages(self._file.data)
 
     def _find(self, name: str, shape: tuple[int, ...]) -> GGUFTensor:
         """The table's entry, checked."""

@@ -26,6 +26,7 @@ from sonar.ops.registry import select_ops
 from sonar.ops.table import OpTable
 from sonar.packaged_model import Progress, no_progress
 from sonar.weights.finite_weights import FiniteWeights
+from sonar.weights.gguf_weights import GGUFWeights
 from sonar.weights.open_weights import open_weights
 from sonar.worker.draw_plan import Vocabulary
 from sonar.worker.kv_cache import CacheLayout, KVCache
@@ -239,12 +240,15 @@ def _load_weights(
     ops = select_ops(device, dtype, activations=config.activations)
     before = _bytes_in_use(device)
     with torch.inference_mode():
-        weights = open_weights(source, whole, config.load_format, dtype, device)
+        opened = weights = open_weights(source, whole, config.load_format, dtype, device)
         local = whole
         if ranks is not None:
             weights, local, ops = ranks.shard(weights, whole, ops)
         model = load_model(local, FiniteWeights(weights), ops)
-    del weights
+    if isinstance(opened, GGUFWeights):
+        # The embedding's rows stay where they are in the file and keep the mapping, of which the rest is packed by now.
+        opened.release_pages()
+    del weights, opened
     gc.collect()
     return model, local, ops, max(0, _bytes_in_use(device) - before)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import gguf
@@ -146,3 +147,23 @@ def test_demo_model(smollm2: ModelSource) -> None:
     assert np.array_equal(q.raw_NX[1].numpy(), stored[2])
     assert np.array_equal(q.raw_NX[32].numpy(), stored[1])
     assert len(weights.unread()) == len(file.tensors) - 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
+def test_pages_are_given_back_and_matrices_stay(tmp_path: Path) -> None:
+    rows = quantized((8192, 256), "Q8_0")
+    path = write_gguf(tmp_path / "m.gguf", "llama", {}, {"token_embd.weight": (rows, "Q8_0")})
+    weights = _open(path)
+    matrix = weights.matrix("model.embed_tokens.weight", (8192, 256))
+    assert isinstance(matrix, GGUFMatrix)
+    assert int(matrix.raw_NX.sum(dtype=torch.int64)) == int(rows.sum(dtype=np.int64))
+    assert _resident_bytes(path) >= rows.nbytes
+    weights.release_pages()
+    assert _resident_bytes(path) < rows.nbytes // 8
+    assert np.array_equal(matrix.raw_NX.numpy(), rows)
+
+
+def _resident_bytes(path: Path) -> int:
+    """Of this process's mappings of the file."""
+    parts = Path("/proc/self/smaps").read_text().split("VmFlags")
+    return sum(1024 * int(part.split("Rss:")[1].split()[0]) for part in parts if str(path) in part)
