@@ -84,6 +84,18 @@ class Address(NamedTuple):
             return False
         return all(family == socket.AF_INET6 for family, *_ in found)
 
+    def is_at(self, endpoint: str) -> bool:
+        """Whether an endpoint, with a numeric address as ZMQ's monitor writes it, is this one."""
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        host = host.strip("[]")
+        if port != str(self.port) or host == self.host:
+            return port == str(self.port)
+        try:
+            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        except OSError:
+            return False
+        return host in {str(place[0]) for *_, place in found}
+
 
 def parse_address(text: str, default_port: int) -> Address:
     """Reads "host", "host:port", "1.2.3.4:port", "::1" or "[::1]:port".

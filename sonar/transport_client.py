@@ -225,7 +225,11 @@ class Client:
     def _read_monitor(self) -> None:
         news = self._news
         while self._monitor.poll(0):
-            event = recv_monitor_message(self._monitor)["event"]
+            told = recv_monitor_message(self._monitor)
+            event = told["event"]
+            # libzmq may still connect to the head that was left, and tells of it.
+            if self._others and not self.address.is_at(told["endpoint"].decode()):
+                continue
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.counters.handshakes += 1
                 news.is_connected, news.is_reconnected, news.failures = True, True, 0

@@ -371,3 +371,19 @@ async def test_who_has_heard_a_later_head_obeys_no_earlier_one(ends) -> None:
         messages += await asyncio.to_thread(client.receive, 5.0)
     assert messages == [ping[0], ping[2]] and client.epoch == 8
     assert client.counters.dropped == {DropReason.DEPOSED: 1}
+
+
+@pytest.mark.parametrize(
+    ("address", "endpoint", "is_at"),
+    [
+        (Address("10.1.0.9", 2243), "tcp://10.1.0.9:2243", True),
+        (Address("10.1.0.9", 2243), "tcp://10.1.0.1:2243", False),
+        (Address("10.1.0.9", 2243), "tcp://10.1.0.9:2244", False),
+        (Address("fd00::1", 2243), "tcp://[fd00::1]:2243", True),
+        (Address("localhost", 2243), "tcp://127.0.0.1:2243", True),
+        (Address("localhost", 2243), "tcp://10.1.0.1:2243", False),
+        (Address("no-such-name.invalid", 2243), "tcp://10.1.0.1:2243", False),
+    ],
+)
+def test_news_of_a_connection_is_told_from_that_of_another_head(address: Address, endpoint: str, is_at: bool) -> None:
+    assert address.is_at(endpoint) is is_at

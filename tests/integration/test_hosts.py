@@ -185,7 +185,10 @@ def test_each_node_has_a_replica_and_says_its_address(cluster: Cluster, unbroken
 
 
 def test_sigkill_of_a_lead_is_a_pause(cluster: Cluster, unbroken: list[str]) -> None:
-    interrupt(cluster, unbroken, lambda: workers(cluster.agents["node-2"])[0].kill(), lambda: None)
+    def kill_lead() -> None:
+        next(found[0] for agent in cluster.agents.values() if (found := workers(agent))).kill()
+
+    interrupt(cluster, unbroken, kill_lead, lambda: None)
     assert "SIGKILL" in cluster.head_process.text()
     cluster.wait_for_replicas(3)
 
@@ -211,18 +214,22 @@ def test_sigkill_of_an_agent_is_a_pause_and_its_host_may_come_back(cluster: Clus
 def test_a_cut_link_is_a_pause_and_mends(cluster: Cluster, unbroken: list[str]) -> None:
     """No process dies and no connection is reset: the host is just not heard any more. What it computes meanwhile is
     stale, and when it is heard again its worker is replaced."""
-    node, agent = cluster.nodes["node-2"], cluster.agents["node-2"]
-    cluster.wait_for_replicas(3)
-    stale = workers(agent)[0]
+    cut: list[tuple[str, psutil.Process]] = []
+
+    def cut_link() -> None:
+        name = next(name for name, agent in cluster.agents.items() if workers(agent))
+        cut.append((name, workers(cluster.agents[name])[0]))
+        cluster.nodes[name].run("ip", "link", "set", "eth0", "down")
 
     def mend() -> None:
-        node.run("ip", "link", "set", "eth0", "up")
+        cluster.nodes[cut[-1][0]].run("ip", "link", "set", "eth0", "up")
 
-    interrupt(cluster, unbroken, lambda: node.run("ip", "link", "set", "eth0", "down"), mend)
-    assert "node node-2 is lost: silent" in cluster.head_process.text()
+    interrupt(cluster, unbroken, cut_link, mend)
+    name, stale = cut[-1]
+    assert f"node {name} is lost: silent" in cluster.head_process.text()
     mend()
     psutil.wait_procs([stale], DEADLINE_S)
-    assert not stale.is_running() and agent.process.poll() is None
+    assert not stale.is_running() and cluster.agents[name].process.poll() is None
     cluster.wait_for_replicas(3)
 
 

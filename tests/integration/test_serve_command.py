@@ -114,7 +114,8 @@ def test_detached_life(user: User, model: str) -> None:
     listed = user.sonar("status")
     assert listed.returncode == 0 and f"{user.port}  ready  tiny-llama" in listed.stdout
     assert all(f": {role} pid" in listed.stdout for role in ("head", "agent", "worker"))
-    processes = [psutil.Process(int(line.split("pid ")[1].split()[0])) for line in listed.stdout.splitlines()[2:]]
+    pids = [int(line.split("pid ")[1].split()[0]) for line in listed.stdout.splitlines() if " pid " in line]
+    processes = [psutil.Process(pid) for pid in pids]
 
     again = user.sonar("serve", model, "--port", str(user.port), *FLAGS)
     assert again.returncode == 2 and f"sonar stop --port {user.port}" in again.stderr
