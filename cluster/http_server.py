@@ -20,6 +20,7 @@ from sonar.errors import ConfigError, SonarError
 from sonar.transport import Address
 
 BACKLOG = 2048
+LIFESPAN_END_S = 2.0
 
 
 def bind_http(host: str, port: int) -> socket.socket:
@@ -96,6 +97,10 @@ class HttpServer:
             SonarError: the application did not start.
         """
         await self._server.serve([self._listener])
+        if self._server.force_exit and self._server.started:
+            # uvicorn leaves this out then, and the application's task behind.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._server.lifespan.shutdown(), LIFESPAN_END_S)
         if not self._server.started:
             raise SonarError("the HTTP application did not start; the log says why")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.cable import Damage, bad_cable
-from tests.faults.fleet import HEAD, HEAD_DISK_BYTES, Fleet
+from tests.faults.fleet import HEAD_DISK_BYTES, HEADS, STORE, Fleet
 from tests.integration.hosts import in_namespace
 
 Doing = Callable[[Fleet], AbstractContextManager[object]]
@@ -27,7 +28,7 @@ class Fault:
 
     Attributes:
         hold_s: from the fault until it is mended.
-        kills_head: only durable requests can outlive it, and HTTP may be gone for a while.
+        kills_head: a head that clients speak to ends, so that only durable requests outlive it.
         may_dip: for a while nothing serves, so that `/ready` has to say so; e.g. with the head gone.
         ends: incarnations that have to have ended by it, at least.
         is_quick: part of every run of the tests; the others only of `tests/run.sh faults`.
@@ -101,16 +102,17 @@ def _head_ends(number: int) -> Doing:
     """Started again at once, as systemd would."""
 
     def act(fleet: Fleet) -> None:
+        leader = fleet.leader()
         fleet.strike()
-        fleet.head_process.end(number)
-        fleet.start_head()
+        fleet.head_processes[leader].end(number)
+        fleet.start_head(leader)
 
     return _at_once(act)
 
 
 @contextlib.contextmanager
 def _head_stops(fleet: Fleet) -> Iterator[None]:
-    pid = fleet.head_process.pid
+    pid = fleet.head_processes[fleet.leader()].pid
     fleet.strike()
     os.kill(pid, signal.SIGSTOP)
     yield
@@ -150,15 +152,15 @@ def _lead_and_head(fleet: Fleet) -> Iterator[None]:
     pid = fleet.busiest().pids[0]
     fleet.strike()
     os.kill(pid, signal.SIGKILL)
-    fleet.head_process.end(signal.SIGKILL)
-    fleet.start_head()
+    fleet.head_processes["head"].end(signal.SIGKILL)
+    fleet.start_head("head")
     yield
 
 
 @contextlib.contextmanager
 def _disk_full(fleet: Fleet) -> Iterator[None]:
     """The head's folder is a small file system of its own; it is filled to the last byte."""
-    ballast = fleet.head.folder / "state" / "ballast"
+    ballast = fleet.heads["head"].folder / "state" / "ballast"
     assert shutil.disk_usage(ballast.parent).total <= HEAD_DISK_BYTES, "this would fill somebody's disk"
     fleet.strike()
     with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -201,12 +203,77 @@ def _junk(fleet: Fleet) -> None:
         noise = (os.urandom(2000), greeting[: number + 1], greeting + b"\x02" + b"\xff" * 8 + bytes(100))[number % 3]
 
         def send(noise: bytes = noise) -> None:
-            with contextlib.suppress(OSError), socket.create_connection((HEAD, 2243), timeout=5) as handle:
+            with contextlib.suppress(OSError), socket.create_connection((HEADS["head"], 2243), timeout=5) as handle:
                 handle.sendall(noise)
                 handle.settimeout(0.05)
                 handle.recv(1000)
 
         in_namespace(fleet.nodes["node-3"].namespace, send)
+
+
+@contextlib.contextmanager
+def _leader_cut_off(fleet: Fleet) -> Iterator[None]:
+    host = fleet.heads[fleet.leader()]
+    fleet.strike()
+    host.run("ip", "link", "set", "eth0", "down")
+    yield
+    host.run("ip", "link", "set", "eth0", "up")
+
+
+def _standby_ends(fleet: Fleet) -> None:
+    leader = fleet.leader()
+    standby = next(name for name in fleet.heads if name != leader)
+    fleet.strike()
+    fleet.head_processes[standby].end(signal.SIGKILL)
+    fleet.start_head(standby)
+
+
+def _store_leader(fleet: Fleet) -> str:
+    """The member of etcd that leads: the one whose id the members name."""
+    statuses = {}
+    for name in fleet.members:
+        asked = (
+            "curl",
+            "-sS",
+            "-X",
+            "POST",
+            "-d",
+            "{}",
+            f"http://{STORE}:{2379 + int(name[1:])}/v3/maintenance/status",
+        )
+        assert fleet.store is not None
+        statuses[name] = json.loads(fleet.store.run(*asked).stdout)
+    return next(name for name, told in statuses.items() if told["header"]["member_id"] == told["leader"])
+
+
+@contextlib.contextmanager
+def _store_leader_ends(fleet: Fleet) -> Iterator[None]:
+    name = _store_leader(fleet)
+    fleet.strike()
+    fleet.members[name].end(signal.SIGKILL)
+    yield
+    fleet.start_member(name)
+
+
+@contextlib.contextmanager
+def _store_away(fleet: Fleet) -> Iterator[None]:
+    fleet.strike()
+    for member in fleet.members.values():
+        os.kill(member.pid, signal.SIGSTOP)
+    yield
+    for member in fleet.members.values():
+        os.kill(member.pid, signal.SIGCONT)
+
+
+def _signal_role(role: str, number: int) -> Doing:
+    """The lead of a replica of a pool."""
+
+    def act(fleet: Fleet) -> None:
+        pid = next(replica.pids[0] for replica in fleet.replicas() if replica.role == role)
+        fleet.strike()
+        os.kill(pid, number)
+
+    return _at_once(act)
 
 
 @contextlib.contextmanager
@@ -253,4 +320,32 @@ FAULTS = (
     Fault("tp=2, a follower raises", _raises(1), ends=1, fleet="tp"),
     Fault("pp=2, last stage: SIGKILL", _signal_rank(signal.SIGKILL, 1), ends=1, fleet="pp"),
     Fault("pp=2, first stage: SIGSTOP", _signal_rank(signal.SIGSTOP), ends=1, fleet="pp"),
+    Fault("pools, prefill: SIGKILL", _signal_role("prefill", signal.SIGKILL), ends=1, fleet="pools"),
+    Fault("pools, prefill: SIGSTOP", _signal_role("prefill", signal.SIGSTOP), ends=1, fleet="pools"),
+    Fault("pools, decode: SIGKILL", _signal_role("decode", signal.SIGKILL), ends=1, fleet="pools"),
+    Fault(
+        "of two heads, the leader: SIGKILL", _head_ends(signal.SIGKILL), kills_head=True, may_dip=True, fleet="heads"
+    ),
+    Fault(
+        "of two heads, the leader: SIGTERM", _head_ends(signal.SIGTERM), kills_head=True, may_dip=True, fleet="heads"
+    ),
+    Fault(
+        "of two heads, the leader: SIGSTOP for 8 s",
+        _head_stops,
+        hold_s=8.0,
+        kills_head=True,
+        may_dip=True,
+        fleet="heads",
+    ),
+    Fault(
+        "of two heads, the leader cut off for 8 s",
+        _leader_cut_off,
+        hold_s=8.0,
+        kills_head=True,
+        may_dip=True,
+        fleet="heads",
+    ),
+    Fault("of two heads, the standby: SIGKILL", _at_once(_standby_ends), kills_head=True, fleet="heads"),
+    Fault("etcd's leader of 3: SIGKILL, back after 4 s", _store_leader_ends, hold_s=4.0, fleet="heads"),
+    Fault("etcd stopped for 6 s, all 3 members", _store_away, hold_s=6.0, fleet="heads"),
 )

@@ -1,5 +1,5 @@
-"""A small fleet of real hosts for the fault tests: a head and three nodes in network namespaces, two replicas, so that
-one node is spare.
+"""A small fleet of real hosts for the fault tests, in network namespaces: a client, a head or two, three nodes, and
+with two heads a host with the three members of etcd.
 
 Knows which process plays which part, and when the fleet is whole. Does no harm itself: see catalogue.py.
 """
@@ -25,7 +25,9 @@ from cluster.security import load_or_create_token
 from tests.faults.history import Owner
 from tests.integration.hosts import DEADLINE_S, SONAR, Host, Network, Running, in_namespace
 
-HEAD = "10.1.0.1"
+HEADS = {"head": "10.1.0.1", "other-head": "10.1.0.9"}
+STORE = "10.1.0.10"
+CLIENT = "10.1.0.11"
 MODEL = "tiny"
 HEAD_DISK_BYTES = 128 << 20
 _METRIC = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
@@ -40,10 +42,30 @@ class Replica:
     incarnation: int
     nodes: list[str]
     pids: list[int]
+    role: str
 
     @property
     def node(self) -> str:
         return self.nodes[0]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a fleet is made of. deployment, engine: lines of those tables of cluster.toml."""
+
+    deployment: str = ""
+    engine: str = ""
+    num_replicas: int = 2
+    num_heads: int = 1
+
+
+KINDS = {
+    "plain": Kind(),
+    "tp": Kind("tp = 2"),
+    "pp": Kind("pp = 2"),
+    "pools": Kind("prefill_replicas = 1", 'kv_transfer = "shm"', num_replicas=3),
+    "heads": Kind(num_heads=2),
+}
 
 
 @dataclass
@@ -51,76 +73,142 @@ class Fleet:
     """Owner of the processes.
 
     Attributes:
-        engine: lines of the deployment's engine table, e.g. "tp = 2".
-        struck_s: when a fault was last done.
         patches: a folder whose sitecustomize every process of the fleet loads.
+        heads, members: of the control plane and of etcd, by name. struck_s: when a fault was last done.
     """
 
     network: Network
     model: str
     token: Path
     patches: str
-    num_replicas: int = 2
-    engine: str = ""
-    head: Host = field(init=False)
-    head_process: Running = field(init=False)
+    kind: Kind
+    client: Host = field(init=False)
+    heads: dict[str, Host] = field(default_factory=dict)
+    head_processes: dict[str, Running] = field(default_factory=dict)
+    store: Host | None = None
+    members: dict[str, Running] = field(default_factory=dict)
     nodes: dict[str, Host] = field(default_factory=dict)
     agents: dict[str, Running] = field(default_factory=dict)
     owners: list[Owner] = field(default_factory=list)
     struck_s: float = 0.0
-    url: str = "http://127.0.0.1:2242"
+
+    @property
+    def num_replicas(self) -> int:
+        """Of the deployment."""
+        return self.kind.num_replicas
+
+    @property
+    def urls(self) -> list[str]:
+        """Of every head's API."""
+        return [f"http://{HEADS[name]}:2242" for name in self.heads]
 
     def start(self, num_nodes: int = 3) -> None:
         """Brings up hosts and processes; returns when every replica serves."""
         load_or_create_token(self.token)
-        self.head = self.network.host("head", f"{HEAD}/24")
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={HEAD_DISK_BYTES}", "tmpfs", str(self.head.folder)]
-        subprocess.run(mount, check=True)
+        self.client = self.network.host("client", f"{CLIENT}/24")
+        for name, address in list(HEADS.items())[: self.kind.num_heads]:
+            self.heads[name] = self.network.host(name, f"{address}/24")
+            self._mount(self.heads[name])
         for number in range(1, num_nodes + 1):
             self.nodes[f"node-{number}"] = self.network.host(f"node-{number}", f"10.1.0.{number + 1}/24")
-        self.start_head()
+        if self.kind.num_heads > 1:
+            self.store = self.network.host("store", f"{STORE}/24")
+            for name in ("m0", "m1", "m2"):
+                self.start_member(name)
+        for name in self.heads:
+            self.start_head(name)
         for name in self.nodes:
             self.join(name)
         self.wait_until_whole()
 
-    def start_head(self) -> None:
-        """The head, or the head again."""
-        (self.head.folder / "cluster.toml").write_text(self._toml())
-        self.head_process = self.head.start(
-            *SONAR, "head", "--config", str(self.head.folder / "cluster.toml"), **self._environ()
+    def _mount(self, host: Host) -> None:
+        """A disk of its own, that can be filled."""
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={HEAD_DISK_BYTES}", "tmpfs", str(host.folder)]
+        subprocess.run(mount, check=True)
+
+    def start_member(self, name: str) -> None:
+        """A member of etcd, or the member again."""
+        assert self.store is not None
+        number = int(name[1:])
+        peers = ",".join(f"m{n}=http://{STORE}:{2480 + n}" for n in range(3))
+        client, peer = f"http://{STORE}:{2379 + number}", f"http://{STORE}:{2480 + number}"
+        self.members[name] = self.store.start(
+            *("etcd", "--name", name, "--data-dir", str(self.store.folder / name), "--unsafe-no-fsync"),
+            *("--listen-client-urls", client, "--advertise-client-urls", client),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", peers),
         )
+
+    def start_head(self, name: str) -> None:
+        """A head, or the head again."""
+        host = self.heads[name]
+        (host.folder / "cluster.toml").write_text(self._toml(HEADS[name]))
+        self.head_processes[name] = host.start(
+            *SONAR, "head", "--config", str(host.folder / "cluster.toml"), **self._environ()
+        )
+
+    def leader(self) -> str:
+        """The head that leads."""
+        for name in self.heads:
+            with contextlib.suppress(httpx.TransportError):
+                health = self._get(f"http://{HEADS[name]}:2242/health")
+                if health.status_code == 200 and health.json().get("role") != "standby":
+                    return name
+        raise AssertionError(f"no head leads\n{self.text()}")
 
     def join(self, name: str) -> None:
         """A node's agent, or its agent again."""
-        self.agents[name] = self.nodes[name].join(HEAD, self.token, **self._environ())
+        heads = ",".join(HEADS[head] for head in self.heads)
+        self.agents[name] = self.nodes[name].join(heads, self.token, **self._environ())
 
     def _environ(self) -> dict[str, str]:
         return {"PYTHONPATH": f"{self.patches}:{os.environ.get('PYTHONPATH', '')}"}
 
-    def _toml(self) -> str:
+    def _toml(self, address: str) -> str:
+        endpoints = [f"http://{STORE}:{2379 + number}" for number in range(3)]
+        store = f'[store]\nkind = "etcd"\nendpoints = {json.dumps(endpoints)}' if self.store else ""
         return f"""
+[http]
+host = "{address}"
 [security]
 token_file = "{self.token}"
 [nodes]
 head_runs_workers = false
 min = {len(self.nodes)}
+{store}
 [[deployment]]
 name = "{MODEL}"
 model = "{self.model}"
 replicas = {self.num_replicas}
-{self.engine}
+{self.kind.deployment}
 [deployment.engine]
 device = "cpu"
 threads = 1
+{self.kind.engine}
 [deployment.cache]
 memory_bytes = "16MiB"
 """
 
-    def get(self, path: str) -> httpx.Response:
-        """Asks the head's HTTP API."""
+    def _get(self, url: str) -> httpx.Response:
         return in_namespace(
-            self.head.namespace, lambda: httpx.get(self.url + path, timeout=DEADLINE_S, trust_env=False)
+            self.client.namespace, lambda: httpx.get(url, timeout=httpx.Timeout(20.0, connect=1.0), trust_env=False)
         )
+
+    def get(self, path: str) -> httpx.Response:
+        """Asks the first head that answers.
+
+        Raises:
+            httpx.TransportError: none does.
+        """
+        for url in self.urls[:-1]:
+            with contextlib.suppress(httpx.TransportError):
+                answer = self._get(url + path)
+                if answer.status_code == 200:
+                    return answer
+        return self._get(self.urls[-1] + path)
+
+    def text(self) -> str:
+        """What the heads said."""
+        return "\n".join(f"--- {name}\n{process.text()}" for name, process in self.head_processes.items())
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Name -> labels as written -> value; {} while nobody answers."""
@@ -137,12 +225,16 @@ memory_bytes = "16MiB"
 
     def status(self) -> dict[str, Any]:
         """What `sonar status --json` shows; {} while no head answers."""
-        shown = self.head.run(*SONAR, "status", "--json", "--head", HEAD, "--token-file", str(self.token))
-        return json.loads(shown.stdout) if shown.returncode == 0 else {}
+        for name in self.heads:
+            where = ("--head", HEADS[name], "--token-file", str(self.token))
+            shown = self.client.run(*SONAR, "status", "--json", *where)
+            if shown.returncode == 0:
+                return json.loads(shown.stdout)
+        return {}
 
     def replicas(self) -> list[Replica]:
         """All of them; [] while no head answers. What is seen is kept for `history.check_owners`."""
-        names = ("replica_id", "state", "incarnation", "nodes", "pids")
+        names = ("replica_id", "state", "incarnation", "nodes", "pids", "role")
         found = [Replica(**{name: each[name] for name in names}) for each in self.status().get("replicas", ())]
         now = time.monotonic()
         self.owners += [Owner(now, r.replica_id, r.incarnation, tuple(r.pids)) for r in found if r.state == "ready"]
@@ -179,8 +271,8 @@ memory_bytes = "16MiB"
         """Polls; fails with the head's output."""
         deadline = time.monotonic() + DEADLINE_S
         while not is_so():
-            assert self.head_process.process.poll() is None, self.head_process.text()
-            assert time.monotonic() < deadline, f"not within {DEADLINE_S:.0f} s: {what}\n{self.head_process.text()}"
+            assert any(head.process.poll() is None for head in self.head_processes.values()), self.text()
+            assert time.monotonic() < deadline, f"not within {DEADLINE_S:.0f} s: {what}\n{self.text()}"
             time.sleep(0.1)
 
     def check_memory(self) -> None:
@@ -217,13 +309,16 @@ memory_bytes = "16MiB"
         self.struck_s = time.monotonic()
 
     def stop(self) -> None:
-        """Ends the head in good order; the agents end by the head's word."""
-        assert self.head_process.end(signal.SIGTERM) == 0, self.head_process.text()
+        """Ends the heads in good order, the one that leads last; the agents end by its word."""
+        leader = self.leader()
+        for name in sorted(self.heads, key=lambda name: name == leader):
+            assert self.head_processes[name].end(signal.SIGTERM) == 0, self.text()
 
     def close(self) -> None:
-        """Ends what still runs on the head's host, and takes its disk away."""
-        self.head.close()
-        subprocess.run(["umount", str(self.head.folder)], check=True)
+        """Ends what still runs on the heads' hosts, and takes their disks away."""
+        for host in self.heads.values():
+            host.close()
+            subprocess.run(["umount", str(host.folder)], check=True)
 
 
 def workers(host: Host) -> list[int]:

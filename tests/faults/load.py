@@ -7,6 +7,7 @@ Knows the HTTP API alone. Fills `history.Record`s.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import re
@@ -24,6 +25,7 @@ from tests.integration.hosts import enter
 
 Body = dict[str, Any]
 GIVE_UP_S = 90.0  # a client's patience with one request
+SILENCE_S = 6.0  # after it a client that can come back does
 RETRY_S = 0.1
 LONG_TOKENS = 1400
 
@@ -153,11 +155,10 @@ class Load:
 
     async def _poll_ready(self, client: httpx.AsyncClient) -> None:
         while not self._is_over.is_set():
-            try:
-                answer = await client.get(f"{self.urls[0]}/ready", timeout=8.0)
-                is_ready = answer.status_code == 200
-            except httpx.TransportError:
-                is_ready = False
+            is_ready = False
+            for url in self.urls:
+                with contextlib.suppress(httpx.TransportError):
+                    is_ready |= (await client.get(f"{url}/ready", timeout=8.0)).status_code == 200
             self.ready.append((time.monotonic(), is_ready))
             await asyncio.sleep(0.2)
 
@@ -207,7 +208,8 @@ class _Reader:
         if self.record.ids:
             stream, number = self.record.ids[-1]
             headers["Last-Event-ID"] = f"{stream}:{number}"
-        async with client.stream("POST", url + self.path, json=self.body, headers=headers) as answer:
+        timeout = httpx.Timeout(SILENCE_S if key else GIVE_UP_S, connect=2.0)
+        async with client.stream("POST", url + self.path, json=self.body, headers=headers, timeout=timeout) as answer:
             if answer.status_code in (429, 503):
                 await answer.aread()
                 return False

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.catalogue import FAULTS, Fault
-from tests.faults.fleet import MODEL, Fleet
+from tests.faults.fleet import KINDS, MODEL, Fleet
 from tests.faults.history import Output, check, check_owners
 from tests.faults.load import Load, is_stream
 from tests.faults.patches import SITECUSTOMIZE
@@ -26,7 +26,6 @@ from tests.faults.report import Result
 from tests.integration.hosts import running_network
 from tests.tiny import write_tiny_folder
 
-ENGINES = {"plain": "", "tp": "tp = 2", "pp": "pp = 2"}
 WARM_S = 2.0  # of load before the fault
 AFTER_S = 1.5  # of load when the fleet is whole again
 
@@ -93,10 +92,10 @@ def running_fleet(kind: str, model: str, folder: Path) -> Iterator[Ground]:
     (folder / "patches" / "do").mkdir(parents=True)
     (folder / "patches" / "sitecustomize.py").write_text(SITECUSTOMIZE)
     with running_network(folder, "f") as network, contextlib.ExitStack() as stack:
-        fleet = Fleet(network, model, folder / "join.token", str(folder / "patches"), engine=ENGINES[kind])
+        fleet = Fleet(network, model, folder / "join.token", str(folder / "patches"), KINDS[kind])
         stack.callback(fleet.close)
         fleet.start()
-        yield Ground(fleet, Load(fleet.head.namespace, [fleet.url], MODEL).once())
+        yield Ground(fleet, Load(fleet.client.namespace, fleet.urls, MODEL).once())
 
 
 def each_fault() -> list[object]:
@@ -117,7 +116,7 @@ def suffer(fault: Fault, ground: Ground) -> Result:
     """Does the fault under load, and checks everything that has to hold whatever the fault."""
     fleet = ground.fleet
     before = fleet.num_incarnations()
-    load = Load(fleet.head.namespace, [fleet.url], MODEL, only_durable=fault.kills_head)
+    load = Load(fleet.client.namespace, fleet.urls, MODEL, only_durable=fault.kills_head)
     load.begin()
     try:
         time.sleep(WARM_S)
