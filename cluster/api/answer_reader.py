@@ -60,7 +60,8 @@ class AnswerReader(Response):
                     raise answer.failure
                 self._next += len(frames)
                 data = b"".join(frames)
-                is_last = answer.is_ended
+                # One that broke off has no end here: its reader is cut off, and comes back for the rest.
+                is_last = answer.is_ended and answer.failure is None
                 watch.began()
                 if not self._started:
                     self._started = True

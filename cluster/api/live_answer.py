@@ -128,9 +128,9 @@ class LiveAnswer:
             await self._fail(error)
         self._end()
 
-    def cancelled(self) -> None:
-        """Nobody wants it any more, or the server ends: readers are told so."""
-        self.failure = self.failure or ApiError(410, "the answer was given up", code="stream_given_up")
+    def cancelled(self, failure: Exception) -> None:
+        """It is computed here no more; readers are told why, unless it has ended."""
+        self.failure = self.failure or failure
         self._end()
 
     async def _begin(self) -> None:

@@ -15,6 +15,7 @@ from cluster.answer_journal import AnswerRecord, JournalError
 from cluster.api.errors import ApiError
 from cluster.api.live_answer import AnswerTools, LiveAnswer, Prepared
 from cluster.api.settings import ApiSettings
+from sonar.errors import CapacityError
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class LiveAnswers:
         self._live: dict[str, tuple[LiveAnswer, asyncio.Task[None]]] = {}
         self._by_key: dict[tuple[str, str], LiveAnswer] = {}
         self._group: asyncio.TaskGroup | None = None
+        self._is_over = False
 
     @property
     def num_live(self) -> int:
@@ -71,6 +73,7 @@ class LiveAnswers:
 
     def end(self) -> None:
         """The server ends: what is still open is left to the next head."""
+        self._is_over = True
         self._ticker.cancel()
         for _, task in self._live.values():
             task.cancel()
@@ -139,10 +142,16 @@ class LiveAnswers:
             del self._live[answer_id]
             self._by_key.pop(named, None)
             if not answer.is_ended:
-                answer.cancelled()
+                answer.cancelled(self._why_cancelled())
 
         task.add_done_callback(on_end)
         return answer
+
+    def _why_cancelled(self) -> Exception:
+        """A client that is told that the server ends comes back, here or at another head."""
+        if self._is_over:
+            return CapacityError("the server is stopping; ask again, here or at another one", code="server_stopping")
+        return ApiError(410, "the answer was given up", code="stream_given_up")
 
     async def _tick_forever(self) -> None:
         while True:
